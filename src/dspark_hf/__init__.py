@@ -1,0 +1,63 @@
+"""
+DSpark speculative decoding inside `model.generate()`.
+
+Importing this package hooks it into Transformers without importing Transformers' heavy parts; names are loaded on
+first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._registration import register
+
+if TYPE_CHECKING:
+    from .configuration_dspark import DSparkConfig
+    from .drafting import DraftBlock, DraftContext
+    from .generation.candidate_generator import DSparkCandidateGenerator
+    from .generation.outputs import DSparkDecoderOnlyOutput
+    from .generation.statistics import RoundRecord, Statistics, collect_statistics
+    from .loading.dialects import UnsupportedCheckpointError
+    from .modeling_dspark import DSparkDrafter
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "DSparkCandidateGenerator": "generation.candidate_generator",
+    "DSparkConfig": "configuration_dspark",
+    "DSparkDecoderOnlyOutput": "generation.outputs",
+    "DSparkDrafter": "modeling_dspark",
+    "DraftBlock": "drafting",
+    "DraftContext": "drafting",
+    "RoundRecord": "generation.statistics",
+    "Statistics": "generation.statistics",
+    "UnsupportedCheckpointError": "loading.dialects",
+    "collect_statistics": "generation.statistics",
+}
+
+__all__ = [
+    "DSparkCandidateGenerator",
+    "DSparkConfig",
+    "DSparkDecoderOnlyOutput",
+    "DSparkDrafter",
+    "DraftBlock",
+    "DraftContext",
+    "RoundRecord",
+    "Statistics",
+    "UnsupportedCheckpointError",
+    "collect_statistics",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])
+
+
+register()

@@ -1,0 +1,69 @@
+"""The host's auto classes: ours resolve, foreign drafters are not mistaken for small language models."""
+
+import functools
+from types import ModuleType
+
+from .configuration_dspark import DSparkConfig
+
+_GET = "_get_model_class"
+
+
+class DrafterEntry:
+    """
+    Stands for `DSparkDrafter` in the host's tables, until the host asks for the class itself.
+
+    Importing the drafter's module imports the host's modeling code, which the tables themselves do not do.
+    """
+
+    config_class = DSparkConfig
+
+
+def register_config(configuration_auto: ModuleType) -> None:
+    """Make `AutoConfig` know `model_type: dspark`."""
+    configuration_auto.AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+
+
+def register_models(modeling_auto: ModuleType) -> None:
+    """Make `AutoModel` and `AutoModelForCausalLM` know drafters in our layout."""
+    for name in ("AutoModel", "AutoModelForCausalLM"):
+        getattr(modeling_auto, name).register(DSparkConfig, DrafterEntry, exist_ok=True)
+
+
+def install(auto_factory: ModuleType) -> None:
+    """
+    Where the host picks a model class: give it ours for our configs, and refuse foreign drafters.
+
+    Published drafters carry a copy of their target's config, so the host would build an ordinary small model,
+    load the layers whose names happen to fit, and say no more than that some keys were unexpected.
+    """
+    original = getattr(auto_factory, _GET)
+    if hasattr(original, "dspark_original"):
+        return
+
+    @functools.wraps(original)
+    def _get_model_class(config, model_mapping):
+        if isinstance(config, DSparkConfig):
+            from .modeling_dspark import DSparkDrafter
+
+            return DSparkDrafter
+        from .loading.dialects import DEEPSPEC_BACKBONES
+
+        drafters = [name for name in config.architectures or () if name in DEEPSPEC_BACKBONES]
+        if drafters:
+            source = config.name_or_path or "this checkpoint"
+            raise ValueError(
+                f"{source} is a DSpark drafter ({drafters[0]}) published with model_type {config.model_type!r}; an auto "
+                "class would turn it into an ordinary small model. Load it with "
+                f"dspark_hf.DSparkDrafter.from_pretrained({source!r})."
+            )
+        return original(config, model_mapping)
+
+    _get_model_class.dspark_original = original  # type: ignore[attr-defined]
+    setattr(auto_factory, _GET, _get_model_class)
+
+
+def uninstall(auto_factory: ModuleType) -> None:
+    """Put the host's own function back."""
+    original = getattr(getattr(auto_factory, _GET), "dspark_original", None)
+    if original is not None:
+        setattr(auto_factory, _GET, original)

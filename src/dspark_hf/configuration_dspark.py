@@ -1,0 +1,199 @@
+"""`DSparkConfig`: everything that was trained into a drafter, checked when it is built."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
+
+BACKBONES = ("qwen3", "gemma4_text")
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+
+class DSparkConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DSparkDrafter`].
+
+    Trained facts have no default: a wrong guess never fails, it only halves the accepted length.
+
+    Args:
+        backbone_config (`PreTrainedConfig` or `dict`):
+            Configuration of the draft layers, in the host library's own class (`qwen3` or `gemma4_text`).
+        block_size (`int`):
+            γ, the number of tokens drafted per round. The drafter always runs at this trained width.
+        mask_token_id (`int`):
+            Token id that fills the block behind the anchor; a row of the embedding matrix.
+        target_layer_ids (`list[int]`):
+            Taps: target decoder layers whose raw output is read, strictly increasing. -1 is the input of
+            the first layer.
+        num_target_layers (`int`):
+            Depth of the target.
+        target_hidden_size (`int`):
+            Width of the target's hidden states.
+        vocab_size (`int`):
+            Width of the target's logits, which is the width of the draft logits too.
+        anchor_predicts (`bool`, *optional*, defaults to `True`):
+            Block layout. `True`: the anchor slot predicts the first draft token and the block has γ slots
+            (DSpark and DeepSpec's DFlash). `False`: the anchor slot is context only and the block has γ + 1
+            slots.
+        markov_head_type (`str`, *optional*):
+            `"vanilla"`, `"gated"` or `"rnn"`; `None` for a drafter without sequential stage (DFlash).
+        markov_rank (`int`, *optional*, defaults to 0):
+            Rank r of the Markov head.
+        confidence_head (`bool`, *optional*, defaults to `False`):
+            Whether the drafter predicts how likely each draft token is to be accepted.
+        confidence_head_with_markov (`bool`, *optional*, defaults to `False`):
+            Whether the confidence head also reads the Markov embedding of the previous token.
+        confidence_head_bias (`bool`, *optional*, defaults to `True`):
+            Whether the confidence head has a bias.
+        final_logit_softcapping (`float`, *optional*):
+            Cap c of `c · tanh(U / c)`, applied to the base logits before the Markov bias.
+        stores_input_embeddings (`bool`, *optional*, defaults to `True`):
+            Whether the checkpoint carries its own embedding; otherwise the target's is bound.
+        stores_output_embeddings (`bool`, *optional*, defaults to `True`):
+            Whether the checkpoint carries its own output head; otherwise the target's is bound.
+    """
+
+    model_type = "dspark"
+    sub_configs = {"backbone_config": AutoConfig}
+
+    def __init__(
+        self,
+        backbone_config: PreTrainedConfig | dict[str, Any] | None = None,
+        block_size: int | None = None,
+        mask_token_id: int | None = None,
+        target_layer_ids: list[int] | None = None,
+        num_target_layers: int | None = None,
+        target_hidden_size: int | None = None,
+        vocab_size: int | None = None,
+        anchor_predicts: bool = True,
+        markov_head_type: str | None = None,
+        markov_rank: int = 0,
+        confidence_head: bool = False,
+        confidence_head_with_markov: bool = False,
+        confidence_head_bias: bool = True,
+        final_logit_softcapping: float | None = None,
+        stores_input_embeddings: bool = True,
+        stores_output_embeddings: bool = True,
+        **kwargs: Any,
+    ):
+        if isinstance(backbone_config, dict):
+            backbone_config = _backbone_from_dict(backbone_config)
+        self.backbone_config = backbone_config
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        self.target_layer_ids = target_layer_ids
+        self.num_target_layers = num_target_layers
+        self.target_hidden_size = target_hidden_size
+        self.vocab_size = vocab_size
+        self.anchor_predicts = anchor_predicts
+        self.markov_head_type = markov_head_type
+        self.markov_rank = markov_rank
+        self.confidence_head = confidence_head
+        self.confidence_head_with_markov = confidence_head_with_markov
+        self.confidence_head_bias = confidence_head_bias
+        self.final_logit_softcapping = final_logit_softcapping
+        self.stores_input_embeddings = stores_input_embeddings
+        self.stores_output_embeddings = stores_output_embeddings
+        # The drafter's embedding and head are the target's; whether the target ties them is its business.
+        kwargs["tie_word_embeddings"] = False
+        super().__init__(**kwargs)
+        # The host builds `DSparkConfig()` to find defaults; only a config that describes a drafter is checked.
+        if backbone_config is not None:
+            self.validate_drafter()
+
+    @property
+    def block_width(self) -> int:
+        """W, the number of block slots the backbone runs: γ, or γ + 1 if the anchor slot does not predict."""
+        return self.block_size if self.anchor_predicts else self.block_size + 1
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the draft layers."""
+        return self.backbone_config.hidden_size
+
+    def validate_drafter(self) -> None:
+        """Check every trained fact. Raises `ValueError` naming the field, what was found and what fits."""
+        for name in (
+            "block_size",
+            "mask_token_id",
+            "target_layer_ids",
+            "num_target_layers",
+            "target_hidden_size",
+            "vocab_size",
+        ):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"DSparkConfig needs `{name}`, and it is missing. It was fixed when the drafter was "
+                    "trained and cannot be guessed: take it from the checkpoint's config.json or its author."
+                )
+        for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
+            _require_int(name, getattr(self, name), minimum=1)
+        _require_int("mask_token_id", self.mask_token_id, minimum=0)
+        if self.backbone_config.model_type not in BACKBONES:
+            raise ValueError(
+                f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers can be "
+                f"built for {', '.join(map(repr, BACKBONES))}."
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} rows "
+                f"(0 to {self.vocab_size - 1}). Check config.json: the two must come from the same training."
+            )
+        self._validate_taps()
+        self._validate_heads()
+
+    def _validate_taps(self) -> None:
+        ids = self.target_layer_ids
+        if not isinstance(ids, list | tuple) or not ids:
+            raise ValueError(f"target_layer_ids must be a non-empty list of layer numbers, found {ids!r}.")
+        for layer in ids:
+            _require_int("target_layer_ids", layer, minimum=-1)
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(
+                f"target_layer_ids must be strictly increasing, found {list(ids)}: the context projection "
+                "was trained on one order of the taps."
+            )
+        if ids[-1] >= self.num_target_layers:
+            raise ValueError(
+                f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} layers has "
+                f"layers 0 to {self.num_target_layers - 1}. If the ids count hidden states (0 = embedding), "
+                "subtract 1 from each."
+            )
+
+    def _validate_heads(self) -> None:
+        _require_int("markov_rank", self.markov_rank, minimum=0)
+        if self.markov_head_type is not None and self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(
+                f"markov_head_type is {self.markov_head_type!r}; known types are "
+                f"{', '.join(map(repr, MARKOV_HEAD_TYPES))}, or None for a drafter without Markov head."
+            )
+        if (self.markov_head_type is None) != (self.markov_rank == 0):
+            raise ValueError(
+                f"markov_head_type={self.markov_head_type!r} and markov_rank={self.markov_rank} contradict "
+                "each other: a Markov head needs both, a drafter without one has None and 0."
+            )
+        if self.confidence_head_with_markov and not (self.confidence_head and self.markov_head_type):
+            raise ValueError(
+                "confidence_head_with_markov is set, but the drafter has "
+                f"confidence_head={self.confidence_head} and markov_head_type={self.markov_head_type!r}: "
+                "that input exists only when both heads do."
+            )
+        cap = self.final_logit_softcapping
+        if cap is not None and not cap > 0:
+            raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
+
+
+def _require_int(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, found {value!r}.")
+
+
+def _backbone_from_dict(backbone: dict[str, Any]) -> PreTrainedConfig:
+    fields = dict(backbone)
+    model_type = fields.pop("model_type", None)
+    if model_type not in BACKBONES:
+        raise ValueError(
+            f"backbone_config.model_type is {model_type!r}; draft layers can be built for "
+            f"{', '.join(map(repr, BACKBONES))}."
+        )
+    return AutoConfig.for_model(model_type, **fields)

@@ -1,0 +1,85 @@
+"""What passes between a drafter and a decoding loop: the drafting context and the drafted block."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from .backbones.context_cache import ContextLayer
+
+
+@dataclass
+class DraftBlock:
+    """
+    One drafted block. R rows, γ draft tokens, V vocabulary, H hidden size.
+
+    Attributes:
+        tokens (`torch.Tensor` of shape `(R, γ)`): the draft tokens.
+        logits (`torch.Tensor` of shape `(R, γ, V)`):
+            Float32 logits that each token was drawn from: Markov bias added, logits processors applied. When
+            tokens were sampled, the softmax of these is q.
+        base_logits (`torch.Tensor` of shape `(R, γ, V)`): logits of the parallel stage, before the Markov bias.
+        hidden_states (`torch.Tensor` of shape `(R, γ, H)`): backbone output after the final norm.
+        confidence_logits (`torch.Tensor` of shape `(R, γ)`, *optional*):
+            Logit of the probability that token k survives given that all earlier ones do; `None` without a
+            confidence head.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    base_logits: torch.Tensor
+    hidden_states: torch.Tensor
+    confidence_logits: torch.Tensor | None = None
+
+
+class DraftContext:
+    """
+    The drafter's memory of what the target has committed: one key/value cache layer per draft layer.
+
+    Attributes:
+        lengths (`torch.Tensor` of shape `(R,)`, on the CPU):
+            Committed positions per row. The next anchor sits at this position.
+        cache (`Cache`): keys and values of the context, per draft layer.
+        input_embeddings, output_embeddings (`nn.Module`):
+            The embedding and the head that this context drafts with.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        windows: list[int | None],
+        input_embeddings: nn.Module,
+        output_embeddings: nn.Module,
+        start_position: int = 0,
+    ):
+        self.lengths = torch.full((batch_size,), start_position, dtype=torch.long)
+        self.cache = Cache(layers=[ContextLayer(window) for window in windows])
+        self.input_embeddings = input_embeddings
+        self.output_embeddings = output_embeddings
+
+    @property
+    def position(self) -> int:
+        """The position that the next row of every row of the batch takes."""
+        return int(self.lengths[0])
+
+    def append(self, keys_values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Commit rows, given keys and values for each draft layer."""
+        for layer, (keys, values) in zip(self.cache.layers, keys_values, strict=True):
+            layer.append(keys, values)
+        self.lengths = self.lengths + keys_values[0][0].shape[-2]
+
+
+def probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """
+    Float32 softmax over the vocabulary.
+
+    The one place where logits become the probabilities that tokens are drawn from and that acceptance ratios
+    are made of. Two places would disagree in the last bits, and the output distribution with them.
+    """
+    return torch.softmax(logits.float(), dim=-1)
+
+
+def sample(probs: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row from probabilities `(R, V)`; returns `(R,)`."""
+    return torch.multinomial(probs, num_samples=1).squeeze(-1)

@@ -1,0 +1,199 @@
+"""`DSparkCandidateGenerator`: drafts behind the committed tokens and decides how many of them to submit."""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..drafting import probabilities
+from .settings import THRESHOLD, DraftSettings
+from .taps import TargetTaps
+from .verification import threshold_lengths
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDrafter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Proposal:
+    """
+    Draft tokens to submit to the target. R rows, L submitted tokens, γ drafted ones.
+
+    Attributes:
+        tokens (`torch.Tensor` of shape `(R, L)`): the tokens.
+        logits (`torch.Tensor` of shape `(R, L, V)`, *optional*):
+            What they were sampled from; `None` if they were chosen without chance.
+        lengths (`torch.Tensor` of shape `(R,)`): tokens submitted per row.
+        num_drafted (`int`): tokens drafted per row.
+        confidences (`torch.Tensor` of shape `(R, γ)`, *optional*): conditional confidence of the drafted tokens.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None
+    lengths: torch.Tensor
+    num_drafted: int
+    confidences: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, anchor_ids: torch.Tensor) -> "Proposal":
+        """Nothing to submit: the round is one step of plain decoding."""
+        rows = anchor_ids.shape[0]
+        return cls(anchor_ids.new_zeros(rows, 0), None, anchor_ids.new_zeros(rows), 0, None)
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """
+    Candidate generator for one `generate` call. A context manager: it reads the target's taps while it is open.
+
+    Args:
+        target (`PreTrainedModel`): the model whose output is kept.
+        drafter ([`DSparkDrafter`]): the draft model; `drafter.draft` makes every proposal.
+        settings ([`DraftSettings`]): how many tokens to submit, and how they are drawn.
+        logits_processor (`LogitsProcessorList`): the target's processors, applied along the drafted path as well.
+        do_sample (`bool`): whether the target samples.
+        batch_size (`int`): R.
+        start_position (`int`, *optional*, defaults to 0): positions in the target's cache before this call.
+        num_padding (`int`, *optional*, defaults to 0): left-padding positions of the prompt, which are no context.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: "DSparkDrafter",
+        settings: DraftSettings,
+        logits_processor: LogitsProcessorList,
+        do_sample: bool,
+        batch_size: int,
+        start_position: int = 0,
+        num_padding: int = 0,
+    ):
+        self.drafter = drafter
+        self.settings = settings
+        self.context = drafter.new_context(batch_size, start_position=start_position, target=target)
+        self.taps = TargetTaps(target, drafter.config.target_layer_ids)
+        self._logits_processor = logits_processor
+        self._do_sample = do_sample and not settings.greedy_drafts
+        self._num_padding = num_padding
+        self._pending: torch.Tensor | None = None
+        self._checked = False
+
+    def __enter__(self) -> "DSparkCandidateGenerator":
+        self.taps.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.taps.__exit__(*error)
+
+    def commit(self, num_positions: int | None = None) -> None:
+        """
+        Remember the features of the positions that the last target forward settled.
+
+        Args:
+            num_positions (`int`, *optional*): the first so many of its input positions; all by default (prefill).
+        """
+        features = self.taps.take(num_positions)
+        if self._num_padding:
+            features, self._num_padding = features[:, self._num_padding :], 0
+        # Whether the drafter runs again is known only later; projecting these rows can wait until then.
+        self._pending = features if self._pending is None else torch.cat((self._pending, features), dim=1)
+
+    def propose(self, input_ids: torch.Tensor, limit: int) -> Proposal:
+        """
+        Draft behind the last committed token and choose how much of it to submit.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(R, length)`): all committed tokens.
+            limit (`int`): most tokens that can be used; 0 skips drafting.
+        """
+        limit = min(limit, self.settings.num_draft_tokens)
+        if limit <= 0:
+            return Proposal.empty(input_ids[:, -1])
+        if self._pending is not None:
+            self.drafter.extend(self.context, self._pending)
+            self._pending = None
+        block = self.drafter.draft(
+            self.context,
+            input_ids[:, -1],
+            do_sample=self._do_sample,
+            logits_processor=self._logits_processor,
+            input_ids=input_ids,
+        )
+        self._check_block(block)
+        num_drafted = block.tokens.shape[1]
+        width = min(limit, num_drafted)
+        lengths = block.tokens.new_full((block.tokens.shape[0],), width)
+        confidences = None
+        if block.confidence_logits is not None:
+            confidences = block.confidence_logits.sigmoid()
+            if self.settings.verification == THRESHOLD:
+                kept = threshold_lengths(block.confidence_logits, self.settings.confidence_threshold)
+                lengths = lengths.minimum(kept)
+                width = int(lengths.max())
+        device = input_ids.device
+        return Proposal(
+            tokens=block.tokens[:, :width].to(device),
+            logits=block.logits[:, :width].to(device) if self._do_sample else None,
+            lengths=lengths.to(device),
+            num_drafted=num_drafted,
+            confidences=confidences,
+        )
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        The host's protocol, for its own assisted-decoding loop. The first call proposes nothing, so that the
+        target's prefill yields the features.
+
+        Returns:
+            Committed and drafted tokens `(R, length + L)`, and logits `(R, L, V)` whose softmax is exactly what
+            the drafted tokens were drawn from (one-hot for argmax drafts); `None` where nothing was drafted.
+        """
+        if is_first_iteration:
+            return input_ids, None
+        is_prefill = self._pending is None and int(self.context.lengths[0]) == 0
+        self.commit(None if is_prefill else n_last_matches + 1)
+        proposal = self.propose(input_ids, self.settings.num_draft_tokens)
+        if proposal.tokens.shape[1] == 0:
+            return input_ids, None
+        logits = proposal.logits
+        if logits is None:
+            vocabulary = self.drafter.config.vocab_size
+            logits = torch.full((*proposal.tokens.shape, vocabulary), -torch.inf, device=input_ids.device)
+            logits.scatter_(-1, proposal.tokens[..., None], 0.0)
+        return torch.cat((input_ids, proposal.tokens), dim=1), logits
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Part of the host's protocol; the number of drafted tokens is fixed by the settings."""
+
+    def draft_probabilities(self, proposal: Proposal) -> torch.Tensor | None:
+        """q of the submitted tokens `(R, L, V)`, or `None` where they were chosen without chance."""
+        return None if proposal.logits is None else probabilities(proposal.logits)
+
+    def _check_block(self, block: Any) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        # Once per call: it waits for the device, and a drafter that is broken is broken from the start.
+        if bool(torch.isnan(block.logits).any()):
+            raise ValueError(
+                "The drafter's logits contain NaN. Its weights or its dtype do not fit this target: load it with "
+                "the target's dtype, and check the checkpoint with `dspark-hf inspect`."
+            )
+        if self.settings.verification == THRESHOLD and block.confidence_logits is None:
+            logger.warning(
+                "dspark_verification='threshold' needs a confidence head, and this drafter has none; every drafted "
+                "token is verified."
+            )

@@ -1,0 +1,290 @@
+"""
+The decoding loop: draft, verify, commit, until a stopping criterion holds.
+
+R rows (one for now), P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the host's own, so
+that the first token comes from the same arithmetic as in plain decoding. The target's cache always holds every
+committed token but the last, the anchor, which enters with the next verification.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from ..drafting import probabilities, sample
+from .candidate_generator import DSparkCandidateGenerator, Proposal
+from .checks import (
+    check_batch,
+    check_cache,
+    check_generation_mode,
+    check_pairing,
+    check_processors,
+    warn_if_useless,
+)
+from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
+from .settings import resolve_settings
+from .statistics import CallRecorder, RoundRecord
+from .stopping import TokenwiseStopping
+from .verification import Verification, verify_greedy, verify_sampling
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from ..modeling_dspark import DSparkDrafter
+
+
+def make_custom_generate(drafter: "DSparkDrafter", streamer: "BaseStreamer | None") -> Callable:
+    """A callable for `generate(custom_generate=…)` that runs this loop."""
+
+    def custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        check_generation_mode(generation_config, generation_config.get_generation_mode())
+        check_pairing(model, drafter)
+        return decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafter,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+    return custom_generate
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: "DSparkDrafter",
+    synced_gpus: bool = False,
+    streamer: "BaseStreamer | None" = None,
+    **model_kwargs: Any,
+) -> DSparkDecoderOnlyOutput | torch.Tensor:
+    """
+    Generate with a drafter. Arguments are those of the host's decoding methods, prepared by its `generate`.
+
+    Returns:
+        `torch.Tensor` of shape `(R, P + new tokens)`, or [`DSparkDecoderOnlyOutput`] if the generation config asks
+        for a dict.
+    """
+    check_batch(input_ids)
+    check_processors(logits_processor)
+    check_cache(model_kwargs.get("cache"), after_prefill=False)
+    loop = _DecodingLoop(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, streamer, model_kwargs
+    )
+    with loop.generator:
+        return loop.run(synced_gpus)
+
+
+class _DecodingLoop:
+    """State of one call."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        drafter: "DSparkDrafter",
+        streamer: "BaseStreamer | None",
+        model_kwargs: dict[str, Any],
+    ):
+        self.started = time.perf_counter()
+        self.model = model
+        self.input_ids = input_ids
+        self.logits_processor = logits_processor
+        self.config = generation_config
+        self.drafter = drafter
+        self.streamer = streamer
+        self.kwargs = model_kwargs
+        self.cache = model_kwargs["cache"]
+        self.stopping = TokenwiseStopping(stopping_criteria)
+        self.outputs = OutputRecorder.from_config(generation_config)
+        self.recorder = CallRecorder()
+        self.settings = resolve_settings(generation_config, drafter.generation_config, drafter.config.block_size)
+        mask = model_kwargs.get("attention_mask")
+        past_length = self.cache.get_seq_length()
+        self.generator = DSparkCandidateGenerator(
+            model,
+            drafter,
+            self.settings,
+            logits_processor,
+            generation_config.do_sample,
+            batch_size=input_ids.shape[0],
+            start_position=past_length,
+            num_padding=0 if mask is None or past_length else int((mask == 0).sum()),
+        )
+        self.forward = (
+            model.get_compiled_call(generation_config.compile_config)
+            if model._valid_auto_compile_criteria(model_kwargs, generation_config)
+            else model.__call__
+        )
+
+    def run(self, synced_gpus: bool) -> DSparkDecoderOnlyOutput | torch.Tensor:
+        """Prefill, then rounds until done."""
+        device = self.input_ids.device
+        is_done = self._prefill()
+        with self.model._optimize_model_for_decode():
+            while self.model._has_unfinished_sequences(is_done, synced_gpus, device=device):
+                if is_done:
+                    self._idle_forward()
+                else:
+                    is_done = self._round()
+        return self._finish()
+
+    def _prefill(self) -> bool:
+        if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            # Such targets shorten the prompt inside their last layers when few logits are asked for.
+            self.kwargs["logits_to_keep"] = 0
+        outputs = self.model._prefill(self.input_ids, self.config, self.kwargs)
+        self.cache = outputs.cache
+        check_cache(self.cache, after_prefill=True)
+        # From here on every forward is followed by a crop, which lets sliding layers roll back past their window.
+        self.cache.activate_past_recording()
+        self.generator.commit()
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        scores = self.logits_processor(self.input_ids, logits)
+        if self.config.do_sample:
+            token = sample(probabilities(scores))
+        else:
+            token = scores.argmax(dim=-1)
+        self.outputs.add_prefill(outputs, logits, scores)
+        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        _, is_done = self._emit(token[:, None], token.tolist())
+        return is_done
+
+    def _round(self) -> bool:
+        """Draft, verify, commit. Returns whether generation is over."""
+        started = time.perf_counter()
+        # One token always comes from the target itself, so drafts for the last one would be thrown away.
+        proposal = self.generator.propose(self.input_ids, self.config.max_length - self.input_ids.shape[1] - 1)
+        drafted = time.perf_counter()
+        past_length = self.cache.get_seq_length()
+        outputs = self._target_forward(proposal.tokens)
+        verified = time.perf_counter()
+        logits, scores = self._scores(outputs.logits, proposal.tokens)
+        verification = self._verify(scores, proposal)
+        tokens, num_accepted, confidences = self._read(verification, proposal)
+
+        run = tokens[: num_accepted + 1]
+        self.outputs.add_run(logits, scores, len(run))
+        num_kept, is_done = self._emit(verification.tokens[:, : len(run)], run)
+        self.outputs.drop(len(run) - num_kept)
+        self.outputs.add_states(outputs, past_length, num_kept, self.cache)
+
+        submitted = proposal.tokens.shape[1]
+        self.cache.crop(-(submitted + 1 - num_kept))
+        self.generator.commit(num_kept)
+        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=num_kept)
+        self._count(proposal, run[:num_kept], num_accepted, confidences, is_done)
+        self.recorder.statistics.draft_seconds += drafted - started
+        self.recorder.statistics.verify_seconds += verified - drafted
+        return is_done
+
+    def _target_forward(self, drafts: torch.Tensor):
+        """The target on `[anchor, drafts]`, `(R, L + 1)` positions."""
+        length = drafts.shape[1]
+        kwargs = copy.copy(self.kwargs)
+        if length:
+            kwargs = self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=length)
+        inputs = self.model.prepare_inputs_for_generation(
+            torch.cat((self.input_ids, drafts), dim=1), next_sequence_length=length + 1, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = length + 1
+        self.generator.taps.clear()
+        return self.forward(**inputs, return_dict=True)
+
+    def _scores(self, raw: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raw and processed float32 logits `(R, L + 1, V)`; processors see the drafted path up to each position."""
+        length = drafts.shape[1] + 1
+        logits = raw[:, -length:].to(dtype=torch.float32, device=self.input_ids.device)
+        if not self.logits_processor:
+            return logits, logits
+        path = torch.cat((self.input_ids, drafts), dim=1)
+        start = self.input_ids.shape[1]
+        scores = [self.logits_processor(path[:, : start + i], logits[:, i].clone()) for i in range(length)]
+        return logits, torch.stack(scores, dim=1)
+
+    def _verify(self, scores: torch.Tensor, proposal: Proposal) -> Verification:
+        if not self.config.do_sample:
+            return verify_greedy(scores, proposal.tokens, proposal.lengths)
+        draft_probs = self.generator.draft_probabilities(proposal)
+        return verify_sampling(probabilities(scores), proposal.tokens, draft_probs, proposal.lengths)
+
+    def _read(self, verification: Verification, proposal: Proposal) -> tuple[list[int], int, list[float] | None]:
+        """Everything the host needs to know about a round, in one transfer."""
+        device = verification.tokens.device
+        parts = [verification.num_accepted[:, None], verification.is_valid[:, None], verification.tokens]
+        if proposal.confidences is not None:
+            parts.append(proposal.confidences.to(device))
+        (num_accepted, is_valid, *rest), *_ = torch.cat([part.double() for part in parts], dim=1).tolist()
+        if not is_valid:
+            raise ValueError(
+                "The target's logits contain NaN or allow no token, so there is nothing to choose from. Check the "
+                "target in this dtype with a plain forward, and the logits processors; float16 overflow and damaged "
+                "weights are the usual causes."
+            )
+        width = verification.tokens.shape[1]
+        confidences = rest[width:] if proposal.confidences is not None else None
+        return [int(token) for token in rest[:width]], int(num_accepted), confidences
+
+    def _emit(self, run: torch.Tensor, tokens: list[int]) -> tuple[int, bool]:
+        """Commit a run up to where it stops, and stream it token by token. Returns the number kept."""
+        num_kept, is_done = self.stopping.count(self.input_ids, run, tokens, self.outputs.scores_so_far())
+        self.input_ids = torch.cat((self.input_ids, run[:, :num_kept]), dim=1)
+        self.recorder.statistics.new_tokens += num_kept
+        if self.streamer is not None:
+            for token in tokens[:num_kept]:
+                self.streamer.put(torch.tensor([token]))
+        return num_kept, is_done
+
+    def _count(
+        self,
+        proposal: Proposal,
+        tokens: list[int],
+        num_accepted: int,
+        confidences: list[float] | None,
+        is_done: bool,
+    ) -> None:
+        num_verified = proposal.tokens.shape[1]
+        if len(tokens) <= num_accepted:
+            # Stopped inside the accepted run: the drafts behind the stop were never in question.
+            num_accepted = num_verified = len(tokens)
+        self.recorder.add_round(RoundRecord(tokens, proposal.num_drafted, num_verified, num_accepted, confidences))
+
+    def _idle_forward(self) -> None:
+        """Keep step with other processes that still generate."""
+        self._target_forward(self.input_ids[:, :0])
+        self.cache.crop(-1)
+
+    def _finish(self) -> DSparkDecoderOnlyOutput | torch.Tensor:
+        if self.streamer is not None:
+            self.streamer.end()
+        for layer in self.cache.layers:
+            # The cache may live on with the caller, who does not crop after every forward.
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+        self.recorder.statistics.total_seconds = time.perf_counter() - self.started
+        statistics = self.recorder.finish()
+        warn_if_useless(self.drafter, statistics)
+        if not self.config.return_dict_in_generate:
+            return self.input_ids
+        return DSparkDecoderOnlyOutput(
+            sequences=self.input_ids,
+            scores=self.outputs.scores_so_far(),
+            logits=None if self.outputs.logits is None else tuple(self.outputs.logits),
+            attentions=None if self.outputs.attentions is None else tuple(self.outputs.attentions),
+            hidden_states=None if self.outputs.hidden_states is None else tuple(self.outputs.hidden_states),
+            cache=self.cache,
+            statistics=statistics,
+        )

@@ -1,0 +1,73 @@
+"""
+How `generate(assistant_model=drafter)` reaches our loop.
+
+Two methods of the host's `GenerationMixin` are wrapped: the one that validates a generation mode and the one that
+runs assisted decoding. Both look at the assistant and, unless it is one of our drafters, call the original with
+what they were given. `uninstall` puts the originals back.
+"""
+
+import functools
+from typing import Any
+
+from .settings import register_fields
+
+_VALIDATE = "_validate_generation_mode"
+_DECODE = "_assisted_decoding"
+
+
+def is_drafter(assistant: Any) -> bool:
+    """Whether an assistant drafts with our loop. Decided by a class attribute, so that nothing is imported."""
+    return getattr(type(assistant), "is_dspark_drafter", False)
+
+
+def install(mixin: type) -> None:
+    """Wrap the two methods of `mixin` (the host's `GenerationMixin`), once."""
+    if hasattr(getattr(mixin, _DECODE), "dspark_original"):
+        return
+    from transformers import GenerationConfig
+
+    register_fields(GenerationConfig)
+    for name, wrap in ((_VALIDATE, _wrap_validate), (_DECODE, _wrap_decode)):
+        original = getattr(mixin, name)
+        wrapped = wrap(original)
+        wrapped.dspark_original = original
+        setattr(mixin, name, wrapped)
+
+
+def uninstall(mixin: type) -> None:
+    """Put the host's own methods back."""
+    for name in (_VALIDATE, _DECODE):
+        original = getattr(getattr(mixin, name), "dspark_original", None)
+        if original is not None:
+            setattr(mixin, name, original)
+
+
+def _wrap_validate(original):
+    @functools.wraps(original)
+    def validate(self, generation_mode, generation_config, generation_mode_kwargs):
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if is_drafter(drafter):
+            from .checks import check_generation_mode, check_pairing
+            from .settings import resolve_settings
+
+            check_generation_mode(generation_config, generation_mode)
+            check_pairing(self, drafter)
+            resolve_settings(generation_config, drafter.generation_config, drafter.config.block_size)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return validate
+
+
+def _wrap_decode(original):
+    # `wraps` keeps the signature, from which the host reads what it may pass.
+    @functools.wraps(original)
+    def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+        if not is_drafter(assistant_model):
+            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        from .decoding import decode
+
+        for name in ("tokenizer", "assistant_tokenizer", "inputs_tensor"):
+            kwargs.pop(name, None)
+        return decode(self, input_ids, *args, drafter=assistant_model, **kwargs)
+
+    return assisted_decoding

@@ -1,0 +1,112 @@
+"""
+Reading the tapped layers of a target with forward hooks.
+
+Hooks give the raw output of a decoder layer on every host version and also for the last layer, whose entry in
+`hidden_states` is normed. Only the tapped states are kept, and only until they are taken.
+"""
+
+import threading
+from types import TracebackType
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """
+    The target's decoder layers.
+
+    Raises:
+        `ValueError`: no module list has as many entries as the text config has layers.
+    """
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    found = [
+        (name.count("."), name, module)
+        for name, module in target.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth and "vision" not in name and "audio" not in name
+    ]
+    if not found:
+        raise ValueError(
+            f"Found no list of {depth} decoder layers in {type(target).__name__}, so its layers cannot be tapped. "
+            "DSpark needs a decoder-only target built from a list of layers."
+        )
+    return min(found, key=lambda entry: entry[:2])[2]
+
+
+class TargetTaps:
+    """
+    Collects tap outputs of the forwards that the opening thread runs on a target.
+
+    A context manager: hooks are installed on entering and removed on every way out. Other threads may use the
+    same target at the same time; their forwards are not seen.
+
+    Args:
+        target (`PreTrainedModel`): the model to read.
+        layer_ids (`list[int]`): layers whose output is read; -1 reads the input of the first layer.
+    """
+
+    def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
+        layers = decoder_layers(target)
+        self._modules = [layers[max(layer, 0)] for layer in layer_ids]
+        self._layer_ids = list(layer_ids)
+        self._states: list[list[torch.Tensor]] = [[] for _ in layer_ids]
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> "TargetTaps":
+        for states, layer, module in zip(self._states, self._layer_ids, self._modules, strict=True):
+            hook = self._input_hook(states) if layer < 0 else self._output_hook(states)
+            if layer < 0:
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                self._handles.append(module.register_forward_hook(hook))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was read."""
+        for states in self._states:
+            states.clear()
+
+    def take(self, num_rows: int | None = None) -> torch.Tensor:
+        """
+        Hand over what was read since the last call: `(R, T, n·H)` in tap order, T positions of all forwards.
+
+        Args:
+            num_rows (`int`, *optional*): keep only the first so many positions.
+        """
+        taps = [states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states]
+        self.clear()
+        lengths = [tap.shape[1] for tap in taps]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"The tapped layers {self._layer_ids} returned {lengths} positions. The target shortens the sequence "
+                "inside its layers, so their outputs cannot serve as context features."
+            )
+        device = taps[-1].device
+        return torch.cat([tap[:, :num_rows].to(device) for tap in taps], dim=-1)
+
+    def _output_hook(self, states: list[torch.Tensor]):
+        def hook(module, args, output):
+            if threading.get_ident() == self._thread:
+                states.append(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _input_hook(self, states: list[torch.Tensor]):
+        def hook(module, args, kwargs):
+            if threading.get_ident() == self._thread:
+                states.append(args[0] if args else kwargs["hidden_states"])
+
+        return hook

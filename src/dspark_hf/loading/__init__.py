@@ -1,0 +1,1 @@
+"""Reading drafter checkpoints: files, dialects, tensors. One layout is written (ours), several are read."""

@@ -1,0 +1,162 @@
+"""Finding a checkpoint's files in a folder or on the Hub, and reading safetensors headers without weights."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import NotASafetensorsRepoError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+# Bytes per element of the types a drafter may be stored in. Anything else is quantised.
+FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Name-less facts of a stored tensor: safetensors dtype string, shape and file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+def read_config(source: str, **hub: Any) -> dict[str, Any]:
+    """
+    The checkpoint's config.json, as it is.
+
+    Raises:
+        `OSError`: the repository or the file does not exist or cannot be reached.
+        `ValueError`: the file is not a JSON object.
+    """
+    path = _fetch(source, "config.json", **hub)
+    if path is None:
+        raise OSError(f"{source} has no config.json, so it is not a model checkpoint. Check the path or id.")
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a JSON {type(raw).__name__}, expected an object.")
+    return raw
+
+
+def fetch_optional(source: str, name: str, **hub: Any) -> str | None:
+    """Local path of a file of the checkpoint, or `None` if it has no such file."""
+    return _fetch(source, name, **hub)
+
+
+def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
+    """
+    Headers of all weight files, downloading the files if they are on the Hub.
+
+    Raises:
+        `OSError`: no safetensors weights, or a shard of the index is missing.
+        `ValueError`: a file is cut short or its header is damaged, or index and shards disagree.
+    """
+    index_path = _fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
+    if index_path is None:
+        names, index = [SAFE_WEIGHTS_NAME], None
+    else:
+        index = _read_index(index_path)
+        names = sorted(set(index.values()))
+    tensors: dict[str, TensorInfo] = {}
+    for name in names:
+        path = _fetch(source, name, **hub)
+        if path is None:
+            raise OSError(_missing_weights(source, name, indexed=index is not None))
+        tensors.update(read_header(path))
+    if index is not None and set(index) != set(tensors):
+        odd = sorted(set(index) ^ set(tensors))
+        raise ValueError(
+            f"{index_path} and its shards disagree about {len(odd)} tensors, for example {odd[0]}. The files come "
+            "from different saves; download or save the checkpoint again."
+        )
+    return tensors
+
+
+def read_header(path: str | os.PathLike) -> dict[str, TensorInfo]:
+    """
+    Header of one safetensors file, checked against the file's size.
+
+    Raises:
+        `ValueError`: not a safetensors file, or cut short.
+    """
+    damaged = f"{path} is damaged ({{}}). Download it again, or save the checkpoint again."
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(damaged.format(f"its header claims {length} bytes, the file has {size}"))
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            tensors = {
+                name: TensorInfo(entry["dtype"], tuple(entry["shape"]), os.path.basename(path))
+                for name, entry in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(damaged.format("its header is not a safetensors header")) from error
+    if size != end:
+        raise ValueError(damaged.format(f"{size} bytes found, {end} expected"))
+    return tensors
+
+
+def read_tensors_remotely(source: str, **hub: Any) -> dict[str, TensorInfo]:
+    """Like `read_tensors`, but for a Hub repository only the headers travel."""
+    if os.path.isdir(source):
+        return read_tensors(source, **hub)
+    try:
+        metadata = get_safetensors_metadata(source, revision=hub.get("revision"), token=hub.get("token"))
+    except NotASafetensorsRepoError as error:
+        raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False)) from error
+    return {
+        name: TensorInfo(str(info.dtype), tuple(info.shape), file)
+        for file, content in metadata.files_metadata.items()
+        for name, info in content.tensors.items()
+    }
+
+
+def num_bytes(tensor: TensorInfo) -> int:
+    """Stored size of a floating-point tensor in bytes."""
+    return math.prod(tensor.shape) * FLOAT_BYTES[tensor.dtype]
+
+
+def _read_index(path: str) -> dict[str, str]:
+    try:
+        weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("an empty weight_map")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a safetensors index ({error}). Download the file again.") from error
+    return weight_map
+
+
+def _missing_weights(source: str, name: str, indexed: bool) -> str:
+    if indexed:
+        return f"{source} is incomplete: its index lists {name}, and that file is missing. Download it again."
+    return (
+        f"{source} has no {name}. Only safetensors weights are read; pickled ones (pytorch_model.bin, *.pt) are "
+        "not opened, because loading them can run code. Ask the author for safetensors, or convert the file in "
+        "an environment you trust."
+    )
+
+
+def _fetch(source: str, name: str, **hub: Any) -> str | None:
+    if os.path.isdir(source):
+        path = os.path.join(source, hub.get("subfolder") or "", name)
+        return path if os.path.isfile(path) else None
+    if os.path.exists(source):
+        raise OSError(f"{source} is a file; give the folder that holds config.json and the weights.")
+    try:
+        return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+    except PermissionError as error:
+        raise OSError(
+            f"The Hub cache cannot be written ({error}). Pass cache_dir=… or set HF_HOME to a writable folder."
+        ) from error

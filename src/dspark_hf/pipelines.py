@@ -1,0 +1,59 @@
+"""`pipeline(..., assistant_model=…)` with a drafter object, a path or a Hub id."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from .generation.hook import is_drafter
+
+_LOAD = "load_assistant_model"
+
+
+def install(pipelines_base: ModuleType) -> None:
+    """
+    Let the host's pipelines load drafters.
+
+    The host looks an assistant's class up inside its own package and asks its repository for a tokenizer; a
+    drafter has neither. Every other assistant goes to the host's function.
+    """
+    original = getattr(pipelines_base, _LOAD)
+    if hasattr(original, "dspark_original"):
+        return
+
+    @functools.wraps(original)
+    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
+        drafter = _load_drafter(model, assistant_model)
+        if drafter is None or not model.can_generate():
+            return original(model, assistant_model, assistant_tokenizer)
+        if assistant_tokenizer is not None:
+            raise ValueError("A DSpark drafter works on the target's own token ids; leave assistant_tokenizer out.")
+        from .generation.checks import check_pairing
+
+        check_pairing(model, drafter)
+        return drafter, None
+
+    load_assistant_model.dspark_original = original  # type: ignore[attr-defined]
+    setattr(pipelines_base, _LOAD, load_assistant_model)
+
+
+def uninstall(pipelines_base: ModuleType) -> None:
+    """Put the host's own function back."""
+    original = getattr(getattr(pipelines_base, _LOAD), "dspark_original", None)
+    if original is not None:
+        setattr(pipelines_base, _LOAD, original)
+
+
+def _load_drafter(model: Any, assistant: Any) -> Any:
+    if is_drafter(assistant):
+        return assistant
+    if not isinstance(assistant, str):
+        return None
+    from .loading.dialects import is_foreign_drafter
+    from .loading.files import read_config
+
+    raw = read_config(assistant)
+    if raw.get("model_type") != "dspark" and not is_foreign_drafter(raw):
+        return None
+    from .modeling_dspark import DSparkDrafter
+
+    return DSparkDrafter.from_pretrained(assistant, dtype=model.dtype).to(model.device)
