@@ -24,8 +24,17 @@ VOCAB, HIDDEN, DEPTH, MASK_ID, EOS_ID = 97, 32, 4, 96, 2
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "mistral_swa")
 
 
-def make_target(family: str = "qwen3", vocab_size: int = VOCAB, seed: int = 0, attention: str = "sdpa", **overrides):
-    """A random target whose greedy text varies; `gemma2` caps logits, `mistral_swa` slides over 8 positions."""
+def make_target(
+    family: str = "qwen3",
+    vocab_size: int = VOCAB,
+    seed: int = 0,
+    attention: str = "sdpa",
+    **overrides,
+):
+    """
+    A random target whose greedy text varies; `gemma2` caps logits, `mistral_swa` slides over 8
+    positions.
+    """
     torch.manual_seed(seed)
     shared = {
         "vocab_size": vocab_size,
@@ -33,7 +42,8 @@ def make_target(family: str = "qwen3", vocab_size: int = VOCAB, seed: int = 0, a
         "bos_token_id": None,
         "pad_token_id": 0,
         "attn_implementation": attention,
-        # Random weights of the usual size give nearly flat logits; these make every choice depend on the context.
+        # Random weights of the usual size give nearly flat logits; these make every choice depend
+        # on the context.
         "initializer_range": 0.4,
     }
     dense = {
@@ -49,7 +59,16 @@ def make_target(family: str = "qwen3", vocab_size: int = VOCAB, seed: int = 0, a
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**shared, **dense, **overrides})),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**{**shared, **dense, **overrides})),
         "gpt2": lambda: GPT2LMHeadModel(
-            GPT2Config(**{**shared, "n_embd": HIDDEN, "n_layer": DEPTH, "n_head": 2, "n_positions": 256, **overrides})
+            GPT2Config(
+                **{
+                    **shared,
+                    "n_embd": HIDDEN,
+                    "n_layer": DEPTH,
+                    "n_head": 2,
+                    "n_positions": 256,
+                    **overrides,
+                }
+            )
         ),
         "gemma2": lambda: Gemma2ForCausalLM(
             Gemma2Config(
@@ -115,10 +134,13 @@ def make_drafter(
     return DSparkDrafter(config).eval()
 
 
-def make_scripted(drafter: DSparkDrafter, continuation: torch.Tensor, num_right: int) -> DSparkDrafter:
+def make_scripted(
+    drafter: DSparkDrafter, continuation: torch.Tensor, num_right: int
+) -> DSparkDrafter:
     """
-    Replace the drafter's proposals: the first `num_right` tokens of a block are those of `continuation`, the rest
-    are wrong. `continuation` (1, length) is the whole text, prompt included, that the target will generate.
+    Replace the drafter's proposals: the first `num_right` tokens of a block are those of
+    `continuation`, the rest are wrong. `continuation` (1, length) is the whole text, prompt
+    included, that the target will generate.
     """
     draft = drafter.draft
 

@@ -1,8 +1,8 @@
 """
 DSpark speculative decoding inside `model.generate()`.
 
-Importing this package hooks it into Transformers without importing Transformers' heavy parts; names are loaded on
-first use.
+Importing this package hooks it into Transformers without importing Transformers' heavy parts; names
+are loaded on first use.
 """
 
 import importlib

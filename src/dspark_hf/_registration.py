@@ -1,8 +1,8 @@
 """
 Hooking into the host library without importing it earlier than the user does.
 
-Importing `dspark_hf` must stay cheap, and the host loads its parts lazily. So each hook is installed when the
-module it belongs to is imported, or at once if that has happened already.
+Importing `dspark_hf` must stay cheap, and the host loads its parts lazily. So each hook is
+installed when the module it belongs to is imported, or at once if that has happened already.
 """
 
 import importlib.abc
@@ -10,6 +10,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 def _on_generation(module: ModuleType) -> None:
@@ -71,15 +72,19 @@ class _HookFinder(importlib.abc.MetaPathFinder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def exec_module(module: ModuleType) -> None:
-                    execute(module)
-                    HOOKS[fullname](module)
-
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+                _run_after_import(spec.loader, HOOKS[fullname])
                 return spec
         return None
+
+
+def _run_after_import(loader: Any, hook: Callable[[ModuleType], None]) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        hook(module)
+
+    loader.exec_module = exec_module
 
 
 def register() -> None:

@@ -1,4 +1,6 @@
-"""The host's auto classes: ours resolve, foreign drafters are not mistaken for small language models."""
+"""
+The host's auto classes: ours resolve, foreign drafters are not mistaken for small language models.
+"""
 
 import functools
 from types import ModuleType
@@ -12,7 +14,8 @@ class DrafterEntry:
     """
     Stands for `DSparkDrafter` in the host's tables, until the host asks for the class itself.
 
-    Importing the drafter's module imports the host's modeling code, which the tables themselves do not do.
+    Importing the drafter's module imports the host's modeling code, which the tables themselves do
+    not do.
     """
 
     config_class = DSparkConfig
@@ -33,8 +36,9 @@ def install(auto_factory: ModuleType) -> None:
     """
     Where the host picks a model class: give it ours for our configs, and refuse foreign drafters.
 
-    Published drafters carry a copy of their target's config, so the host would build an ordinary small model,
-    load the layers whose names happen to fit, and say no more than that some keys were unexpected.
+    Published drafters carry a copy of their target's config, so the host would build an ordinary
+    small model, load the layers whose names happen to fit, and say no more than that some keys were
+    unexpected.
     """
     original = getattr(auto_factory, _GET)
     if hasattr(original, "dspark_original"):
@@ -52,7 +56,8 @@ def install(auto_factory: ModuleType) -> None:
         if drafters:
             source = config.name_or_path or "this checkpoint"
             raise ValueError(
-                f"{source} is a DSpark drafter ({drafters[0]}) published with model_type {config.model_type!r}; an auto "
+                f"{source} is a DSpark drafter ({drafters[0]}) published with model_type "
+                f"{config.model_type!r}; an auto "
                 "class would turn it into an ordinary small model. Load it with "
                 f"dspark_hf.DSparkDrafter.from_pretrained({source!r})."
             )

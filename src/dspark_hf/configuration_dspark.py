@@ -1,6 +1,6 @@
 """`DSparkConfig`: everything that was trained into a drafter, checked when it is built."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -17,14 +17,16 @@ class DSparkConfig(PreTrainedConfig):
 
     Args:
         backbone_config (`PreTrainedConfig` or `dict`):
-            Configuration of the draft layers, in the host library's own class (`qwen3` or `gemma4_text`).
+            Configuration of the draft layers, in the host library's own class (`qwen3` or
+            `gemma4_text`).
         block_size (`int`):
-            γ, the number of tokens drafted per round. The drafter always runs at this trained width.
+            γ, the number of tokens drafted per round. The drafter always runs at this trained
+            width.
         mask_token_id (`int`):
             Token id that fills the block behind the anchor; a row of the embedding matrix.
         target_layer_ids (`list[int]`):
-            Taps: target decoder layers whose raw output is read, strictly increasing. -1 is the input of
-            the first layer.
+            Taps: target decoder layers whose raw output is read, strictly increasing. -1 is the
+            input of the first layer.
         num_target_layers (`int`):
             Depth of the target.
         target_hidden_size (`int`):
@@ -32,11 +34,12 @@ class DSparkConfig(PreTrainedConfig):
         vocab_size (`int`):
             Width of the target's logits, which is the width of the draft logits too.
         anchor_predicts (`bool`, *optional*, defaults to `True`):
-            Block layout. `True`: the anchor slot predicts the first draft token and the block has γ slots
-            (DSpark and DeepSpec's DFlash). `False`: the anchor slot is context only and the block has γ + 1
-            slots.
+            Block layout. `True`: the anchor slot predicts the first draft token and the block has γ
+            slots (DSpark and DeepSpec's DFlash). `False`: the anchor slot is context only and the
+            block has γ + 1 slots.
         markov_head_type (`str`, *optional*):
-            `"vanilla"`, `"gated"` or `"rnn"`; `None` for a drafter without sequential stage (DFlash).
+            `"vanilla"`, `"gated"` or `"rnn"`; `None` for a drafter without sequential stage
+            (DFlash).
         markov_rank (`int`, *optional*, defaults to 0):
             Rank r of the Markov head.
         confidence_head (`bool`, *optional*, defaults to `False`):
@@ -54,7 +57,7 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
-    sub_configs = {"backbone_config": AutoConfig}
+    sub_configs: ClassVar[dict[str, type]] = {"backbone_config": AutoConfig}
 
     def __init__(
         self,
@@ -78,13 +81,14 @@ class DSparkConfig(PreTrainedConfig):
     ):
         if isinstance(backbone_config, dict):
             backbone_config = _backbone_from_dict(backbone_config)
-        self.backbone_config = backbone_config
-        self.block_size = block_size
-        self.mask_token_id = mask_token_id
-        self.target_layer_ids = target_layer_ids
-        self.num_target_layers = num_target_layers
-        self.target_hidden_size = target_hidden_size
-        self.vocab_size = vocab_size
+        # Typed as present: `validate_drafter` refuses a drafter that lacks one of them.
+        self.backbone_config: Any = backbone_config
+        self.block_size: Any = block_size
+        self.mask_token_id: Any = mask_token_id
+        self.target_layer_ids: Any = target_layer_ids
+        self.num_target_layers: Any = num_target_layers
+        self.target_hidden_size: Any = target_hidden_size
+        self.vocab_size: Any = vocab_size
         self.anchor_predicts = anchor_predicts
         self.markov_head_type = markov_head_type
         self.markov_rank = markov_rank
@@ -94,16 +98,21 @@ class DSparkConfig(PreTrainedConfig):
         self.final_logit_softcapping = final_logit_softcapping
         self.stores_input_embeddings = stores_input_embeddings
         self.stores_output_embeddings = stores_output_embeddings
-        # The drafter's embedding and head are the target's; whether the target ties them is its business.
+        # The drafter's embedding and head are the target's; whether the target ties them is its
+        # business.
         kwargs["tie_word_embeddings"] = False
         super().__init__(**kwargs)
-        # The host builds `DSparkConfig()` to find defaults; only a config that describes a drafter is checked.
+        # The host builds `DSparkConfig()` to find defaults; only a config that describes a drafter
+        # is checked.
         if backbone_config is not None:
             self.validate_drafter()
 
     @property
     def block_width(self) -> int:
-        """W, the number of block slots the backbone runs: γ, or γ + 1 if the anchor slot does not predict."""
+        """
+        W, the number of block slots the backbone runs: γ, or γ + 1 if the anchor slot does not
+        predict.
+        """
         return self.block_size if self.anchor_predicts else self.block_size + 1
 
     @property
@@ -112,7 +121,10 @@ class DSparkConfig(PreTrainedConfig):
         return self.backbone_config.hidden_size
 
     def validate_drafter(self) -> None:
-        """Check every trained fact. Raises `ValueError` naming the field, what was found and what fits."""
+        """
+        Check every trained fact. Raises `ValueError` naming the field, what was found and what
+        fits.
+        """
         for name in (
             "block_size",
             "mask_token_id",
@@ -123,21 +135,26 @@ class DSparkConfig(PreTrainedConfig):
         ):
             if getattr(self, name) is None:
                 raise ValueError(
-                    f"DSparkConfig needs `{name}`, and it is missing. It was fixed when the drafter was "
-                    "trained and cannot be guessed: take it from the checkpoint's config.json or its author."
+                    f"DSparkConfig needs `{name}`, and it is missing. It was fixed when the "
+                    "drafter was "
+                    "trained and cannot be guessed: take it from the checkpoint's config.json or "
+                    "its author."
                 )
         for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
             _require_int(name, getattr(self, name), minimum=1)
         _require_int("mask_token_id", self.mask_token_id, minimum=0)
         if self.backbone_config.model_type not in BACKBONES:
             raise ValueError(
-                f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers can be "
+                f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
+                "can be "
                 f"built for {', '.join(map(repr, BACKBONES))}."
             )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} rows "
-                f"(0 to {self.vocab_size - 1}). Check config.json: the two must come from the same training."
+                f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} "
+                "rows "
+                f"(0 to {self.vocab_size - 1}). Check config.json: the two must come from the "
+                "same training."
             )
         self._validate_taps()
         self._validate_heads()
@@ -145,18 +162,23 @@ class DSparkConfig(PreTrainedConfig):
     def _validate_taps(self) -> None:
         ids = self.target_layer_ids
         if not isinstance(ids, list | tuple) or not ids:
-            raise ValueError(f"target_layer_ids must be a non-empty list of layer numbers, found {ids!r}.")
+            raise ValueError(
+                f"target_layer_ids must be a non-empty list of layer numbers, found {ids!r}."
+            )
         for layer in ids:
             _require_int("target_layer_ids", layer, minimum=-1)
         if list(ids) != sorted(set(ids)):
             raise ValueError(
-                f"target_layer_ids must be strictly increasing, found {list(ids)}: the context projection "
+                f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
+                "projection "
                 "was trained on one order of the taps."
             )
         if ids[-1] >= self.num_target_layers:
             raise ValueError(
-                f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} layers has "
-                f"layers 0 to {self.num_target_layers - 1}. If the ids count hidden states (0 = embedding), "
+                f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
+                "layers has "
+                f"layers 0 to {self.num_target_layers - 1}. If the ids count hidden states (0 = "
+                "embedding), "
                 "subtract 1 from each."
             )
 
@@ -165,17 +187,22 @@ class DSparkConfig(PreTrainedConfig):
         if self.markov_head_type is not None and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
                 f"markov_head_type is {self.markov_head_type!r}; known types are "
-                f"{', '.join(map(repr, MARKOV_HEAD_TYPES))}, or None for a drafter without Markov head."
+                f"{', '.join(map(repr, MARKOV_HEAD_TYPES))}, or None for a drafter without Markov "
+                "head."
             )
         if (self.markov_head_type is None) != (self.markov_rank == 0):
             raise ValueError(
-                f"markov_head_type={self.markov_head_type!r} and markov_rank={self.markov_rank} contradict "
+                f"markov_head_type={self.markov_head_type!r} and markov_rank={self.markov_rank} "
+                "contradict "
                 "each other: a Markov head needs both, a drafter without one has None and 0."
             )
-        if self.confidence_head_with_markov and not (self.confidence_head and self.markov_head_type):
+        if self.confidence_head_with_markov and not (
+            self.confidence_head and self.markov_head_type
+        ):
             raise ValueError(
                 "confidence_head_with_markov is set, but the drafter has "
-                f"confidence_head={self.confidence_head} and markov_head_type={self.markov_head_type!r}: "
+                f"confidence_head={self.confidence_head} and "
+                f"markov_head_type={self.markov_head_type!r}: "
                 "that input exists only when both heads do."
             )
         cap = self.final_logit_softcapping

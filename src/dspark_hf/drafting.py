@@ -17,13 +17,14 @@ class DraftBlock:
     Attributes:
         tokens (`torch.Tensor` of shape `(R, γ)`): the draft tokens.
         logits (`torch.Tensor` of shape `(R, γ, V)`):
-            Float32 logits that each token was drawn from: Markov bias added, logits processors applied. When
-            tokens were sampled, the softmax of these is q.
-        base_logits (`torch.Tensor` of shape `(R, γ, V)`): logits of the parallel stage, before the Markov bias.
+            Float32 logits that each token was drawn from: Markov bias added, logits processors
+            applied. When tokens were sampled, the softmax of these is q.
+        base_logits (`torch.Tensor` of shape `(R, γ, V)`):
+            logits of the parallel stage, before the Markov bias.
         hidden_states (`torch.Tensor` of shape `(R, γ, H)`): backbone output after the final norm.
         confidence_logits (`torch.Tensor` of shape `(R, γ)`, *optional*):
-            Logit of the probability that token k survives given that all earlier ones do; `None` without a
-            confidence head.
+            Logit of the probability that token k survives given that all earlier ones do; `None`
+            without a confidence head.
     """
 
     tokens: torch.Tensor
@@ -35,7 +36,8 @@ class DraftBlock:
 
 class DraftContext:
     """
-    The drafter's memory of what the target has committed: one key/value cache layer per draft layer.
+    The drafter's memory of what the target has committed: one key/value cache layer per draft
+    layer.
 
     Attributes:
         lengths (`torch.Tensor` of shape `(R,)`, on the CPU):
@@ -74,8 +76,9 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
     """
     Float32 softmax over the vocabulary.
 
-    The one place where logits become the probabilities that tokens are drawn from and that acceptance ratios
-    are made of. Two places would disagree in the last bits, and the output distribution with them.
+    The one place where logits become the probabilities that tokens are drawn from and that
+    acceptance ratios are made of. Two places would disagree in the last bits, and the output
+    distribution with them.
     """
     return torch.softmax(logits.float(), dim=-1)
 

@@ -1,8 +1,10 @@
 """
-The sequential stage and the confidence head of a drafter (paper sections 2 and 4, equations 4 to 7).
+The sequential stage and the confidence head of a drafter (paper sections 2 and 4, equations 4 to
+7).
 
-Shapes: R rows, G block positions (γ), V vocabulary, H hidden size, r Markov rank. Each Markov head has two
-methods that agree: `step` for drafting, one position at a time, and `block` for teacher-forced training.
+Shapes: R rows, G block positions (γ), V vocabulary, H hidden size, r Markov rank. Each Markov head
+has two methods that agree: `step` for drafting, one position at a time, and `block` for
+teacher-forced training.
 """
 
 import torch
@@ -31,8 +33,10 @@ class VanillaMarkovHead(nn.Module):
 
         Args:
             previous_ids (`torch.Tensor` of shape `(R,)`): the token before the position.
-            hidden (`torch.Tensor` of shape `(R, H)`): backbone output at the position, after the final norm.
-            state (`torch.Tensor`, *optional*): what the previous call returned; `None` at the first position.
+            hidden (`torch.Tensor` of shape `(R, H)`):
+                backbone output at the position, after the final norm.
+            state (`torch.Tensor`, *optional*):
+                what the previous call returned; `None` at the first position.
 
         Returns:
             The logit bias of shape `(R, V)` and the state for the next position.
@@ -40,7 +44,10 @@ class VanillaMarkovHead(nn.Module):
         return self.markov_w2(self.embed(previous_ids)), None
 
     def block(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Biases `(..., G, V)` of whole blocks, given previous tokens `(..., G)` and hidden `(..., G, H)`."""
+        """
+        Biases `(..., G, V)` of whole blocks, given previous tokens `(..., G)` and hidden `(..., G,
+        H)`.
+        """
         return self.markov_w2(self.embed(previous_ids))
 
 
@@ -88,10 +95,11 @@ class RNNMarkovHead(VanillaMarkovHead):
 
 class ConfidenceHead(nn.Module):
     """
-    Logit of the probability that a draft token survives, given that all earlier ones did (equation 7).
+    Logit of the probability that a draft token survives, given that all earlier ones did (equation
+    7).
 
-    It reads the token *before* the position and never the drafted token itself, which is what makes cutting
-    the block by confidence lossless.
+    It reads the token *before* the position and never the drafted token itself, which is what makes
+    cutting the block by confidence lossless.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -100,11 +108,14 @@ class ConfidenceHead(nn.Module):
         width = config.hidden_size + (config.markov_rank if self.with_markov else 0)
         self.proj = nn.Linear(width, 1, bias=config.confidence_head_bias)
 
-    def forward(self, hidden: torch.Tensor, previous_embeddings: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, previous_embeddings: torch.Tensor | None
+    ) -> torch.Tensor:
         """
         Args:
             hidden (`torch.Tensor` of shape `(..., H)`): backbone output after the final norm.
-            previous_embeddings (`torch.Tensor` of shape `(..., r)`, *optional*): W1 rows of the previous tokens.
+            previous_embeddings (`torch.Tensor` of shape `(..., r)`, *optional*):
+                W1 rows of the previous tokens.
 
         Returns:
             `torch.Tensor` of shape `(...)`: float32 confidence logits.

@@ -1,11 +1,13 @@
 """
 `DSparkDrafter`: the semi-autoregressive draft model (paper section 2).
 
-Shapes: R rows, T context positions, n taps, H hidden size, W block slots, γ draft tokens, V vocabulary.
+Shapes: R rows, T context positions, n taps, H hidden size, W block slots, γ draft tokens, V
+vocabulary.
 """
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +20,9 @@ from .heads import ConfidenceHead, build_markov_head
 from .loading import checkpoint
 from .loading.saving import save_atomically
 
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
 
 class DSparkPreTrainedModel(PreTrainedModel):
     """What every DSpark model shares with the host's loading and saving."""
@@ -28,7 +33,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
     main_input_name = "context_features"
     # What `generate` and pipelines recognise a drafter by.
     is_dspark_drafter = True
-    _no_split_modules = [dense.DECODER_LAYER, gemma4.DECODER_LAYER]
+    _no_split_modules: ClassVar[list[str]] = [dense.DECODER_LAYER, gemma4.DECODER_LAYER]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
@@ -42,15 +47,17 @@ class DSparkDrafter(DSparkPreTrainedModel):
     """
     A draft model for `target.generate(assistant_model=drafter)`.
 
-    A parallel backbone runs the block `[anchor, mask, …]` once over the target's context features, a Markov head
-    walks it left to right, and a confidence head says how far each token is likely to survive. With neither head
-    it is a DFlash drafter. `drafter.generation_config` holds its own defaults for the `dspark_*` fields.
+    A parallel backbone runs the block `[anchor, mask, …]` once over the target's context features,
+    a Markov head walks it left to right, and a confidence head says how far each token is likely to
+    survive. With neither head it is a DFlash drafter. `drafter.generation_config` holds its own
+    defaults for the `dspark_*` fields.
     """
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         backbone = config.backbone_config
-        # The draft layers read their own config; the host settles the attention kernel on the outer one.
+        # The draft layers read their own config; the host settles the attention kernel on the outer
+        # one.
         backbone._attn_implementation = config._attn_implementation
         self.backbone = get_backbone(backbone.model_type)
         self.embed_tokens = (
@@ -77,7 +84,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
         self.generation_config = GenerationConfig()
         self.post_init()
 
-    # -- embedding and head ------------------------------------------------------------------------------------
+    # -- embedding and head
+    # ------------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> nn.Module | None:
         return self.embed_tokens if self.embed_tokens is not None else self._bound[0]
@@ -95,8 +103,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         """
         Share the embedding and the head of a target, given as a model or as modules.
 
-        `generate` does this by itself, call by call, for a drafter whose checkpoint carries neither. A copy
-        that the checkpoint does carry is given up only if it equals the target's bit for bit.
+        `generate` does this by itself, call by call, for a drafter whose checkpoint carries
+        neither. A copy that the checkpoint does carry is given up only if it equals the target's
+        bit for bit.
 
         Raises:
             `ValueError`: if the drafter's own copy differs from what is to be bound.
@@ -115,7 +124,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
         self._bound = (input_embeddings or self._bound[0], output_embeddings or self._bound[1])
         return self
 
-    # -- drafting ----------------------------------------------------------------------------------------------
+    # -- drafting
+    # ----------------------------------------------------------------------------------------------
 
     def new_context(
         self, batch_size: int, start_position: int = 0, target: PreTrainedModel | None = None
@@ -126,9 +136,11 @@ class DSparkDrafter(DSparkPreTrainedModel):
         Args:
             batch_size (`int`): R.
             start_position (`int`, *optional*, defaults to 0):
-                Position of the first row that will be added; what lies before stays unknown to the drafter.
+                Position of the first row that will be added; what lies before stays unknown to the
+                drafter.
             target (`PreTrainedModel`, *optional*):
-                Where to take the embedding and the head from, for this context, if the drafter has none.
+                Where to take the embedding and the head from, for this context, if the drafter has
+                none.
         """
         embeddings, head = self.get_input_embeddings(), self.get_output_embeddings()
         if target is not None:
@@ -138,7 +150,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
             if module is None:
                 raise ValueError(
                     f"This drafter's checkpoint carries no copy of {name} of its target. Call "
-                    "drafter.bind(target) first, or pass it to target.generate(assistant_model=drafter)."
+                    "drafter.bind(target) first, or pass it to "
+                    "target.generate(assistant_model=drafter)."
                 )
         windows = [getattr(layer.self_attn, "sliding_window", None) for layer in self.layers]
         return DraftContext(batch_size, windows, embeddings, head, start_position)
@@ -151,20 +164,25 @@ class DSparkDrafter(DSparkPreTrainedModel):
         Args:
             context ([`DraftContext`]): changed in place.
             features (`torch.Tensor` of shape `(R, T, n·H_target)`):
-                Tap outputs of those positions, concatenated in the order of `config.target_layer_ids`.
+                Tap outputs of those positions, concatenated in the order of
+                `config.target_layer_ids`.
         """
         rows, width = len(context.lengths), self.fc.in_features
         if features.dim() != 3 or features.shape[0] != rows or features.shape[2] != width:
             raise ValueError(
-                f"features have shape {tuple(features.shape)}; this context needs ({rows}, T, {width}): "
-                f"{len(self.config.target_layer_ids)} taps of width {self.config.target_hidden_size}."
+                f"features have shape {tuple(features.shape)}; this context needs ({rows}, T, "
+                f"{width}): "
+                f"{len(self.config.target_layer_ids)} taps of width "
+                f"{self.config.target_hidden_size}."
             )
         if features.shape[1] == 0:
             return
         features = features.to(self.device, self.dtype)
         projected = self.hidden_norm(self.fc(features))
         rotary = self._rotary(projected, context.position, features.shape[1])
-        context.append([self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers])
+        context.append(
+            [self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers]
+        )
 
     @torch.no_grad()
     def draft(
@@ -180,12 +198,15 @@ class DSparkDrafter(DSparkPreTrainedModel):
 
         Args:
             context ([`DraftContext`]): every committed position before the anchor.
-            anchor_ids (`torch.Tensor` of shape `(R,)`): last committed tokens, at position `context.lengths`.
-            do_sample (`bool`, *optional*, defaults to `False`): sample the tokens, or take the argmax.
+            anchor_ids (`torch.Tensor` of shape `(R,)`):
+                last committed tokens, at position `context.lengths`.
+            do_sample (`bool`, *optional*, defaults to `False`):
+                sample the tokens, or take the argmax.
             logits_processor (`LogitsProcessorList`, *optional*):
                 Applied at each position along the drafted path, as the target side will.
             input_ids (`torch.Tensor` of shape `(R, length)`, *optional*):
-                All committed tokens up to the anchor; what the processors see in front of the drafted path.
+                All committed tokens up to the anchor; what the processors see in front of the
+                drafted path.
         """
         hidden = self._run_block(context, anchor_ids.to(self.device))
         base_logits = self._base_logits(context, hidden)
@@ -208,20 +229,29 @@ class DSparkDrafter(DSparkPreTrainedModel):
             logits.append(scores)
         confidence = None
         if self.confidence_head is not None:
-            confidence = self.confidence_head(hidden, torch.stack(embedded, dim=1) if embedded else None)
+            confidence = self.confidence_head(
+                hidden, torch.stack(embedded, dim=1) if embedded else None
+            )
         return DraftBlock(
             torch.stack(tokens, dim=1), torch.stack(logits, dim=1), base_logits, hidden, confidence
         )
 
-    def forward(self, context_features: torch.Tensor, anchor_ids: torch.Tensor, **kwargs: Any) -> DraftBlock:
-        """Draft one block from scratch: features `(R, T, n·H_target)` of all T positions before the anchor."""
+    def forward(
+        self, context_features: torch.Tensor, anchor_ids: torch.Tensor, **kwargs: Any
+    ) -> DraftBlock:
+        """
+        Draft one block from scratch: features `(R, T, n·H_target)` of all T positions before the
+        anchor.
+        """
         context = self.new_context(batch_size=anchor_ids.shape[0])
         self.extend(context, context_features)
         return self.draft(context, anchor_ids, **kwargs)
 
     def _run_block(self, context: DraftContext, anchor_ids: torch.Tensor) -> torch.Tensor:
         """Backbone over `[anchor, mask, …]`: hidden states `(R, γ, H)` of the predicting slots."""
-        block = anchor_ids.new_full((anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id)
+        block = anchor_ids.new_full(
+            (anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id
+        )
         block[:, 0] = anchor_ids
         block = block.to(_device_of(context.input_embeddings, block.device))
         hidden = self.backbone.embed(context.input_embeddings, block, self.config.backbone_config)
@@ -235,7 +265,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
     def _base_logits(self, context: DraftContext, hidden: torch.Tensor) -> torch.Tensor:
         head = context.output_embeddings
         weight = getattr(head, "weight", hidden)
-        # A bound head may live in another dtype or on another device; a quantised one takes what it is given.
+        # A bound head may live in another dtype or on another device; a quantised one takes what it
+        # is given.
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
         logits = head(hidden.to(_device_of(head, hidden.device), dtype)).to(self.device)
         cap = self.config.final_logit_softcapping
@@ -243,13 +274,16 @@ class DSparkDrafter(DSparkPreTrainedModel):
             logits = cap * torch.tanh(logits / cap)
         return logits.float()
 
-    def _rotary(self, x: torch.Tensor, start: int, length: int):
+    def _rotary(
+        self, x: torch.Tensor, start: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         position_ids = torch.arange(start, start + length, device=x.device).unsqueeze(0)
         return self.backbone.position_embeddings(self.rotary_emb, x, position_ids)
 
-    # -- generate ----------------------------------------------------------------------------------------------
+    # -- generate
+    # ----------------------------------------------------------------------------------------------
 
-    def custom_generate(self, streamer=None):
+    def custom_generate(self, streamer: "BaseStreamer | None" = None) -> Callable:
         """
         The decoding loop as a callable for the host's official extension point:
         `target.generate(**inputs, custom_generate=drafter.custom_generate())`.
@@ -262,44 +296,54 @@ class DSparkDrafter(DSparkPreTrainedModel):
 
         return make_custom_generate(self, streamer)
 
-    def generate(self, *args: Any, **kwargs: Any):
-        """A drafter proposes tokens for a target; it does not generate by itself. Raises `TypeError`."""
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """
+        A drafter proposes tokens for a target; it does not generate by itself. Raises `TypeError`.
+        """
         raise TypeError(
             "A DSpark drafter does not generate on its own. Load its target and call "
             "target.generate(..., assistant_model=drafter)."
         )
 
-    # -- loading and saving ------------------------------------------------------------------------------------
+    # -- loading and saving
+    # ------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> Any:
         """
         Load a drafter from a Hub id or a folder, in this library's layout or a published one.
 
-        Takes the host's arguments (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`, `dtype`,
-        `device_map`, …). Only safetensors are read and no code of a repository is run.
+        Takes the host's arguments (`revision`, `token`, `cache_dir`, `local_files_only`,
+        `subfolder`, `dtype`, `device_map`, …). Only safetensors are read and no code of a
+        repository is run.
 
         Raises:
-            `ValueError`: unknown or contradictory layout, missing config keys, missing, unexpected, misshapen or
-            truncated tensors; each names what was found and what to do.
+            `ValueError`: unknown or contradictory layout, missing config keys, missing, unexpected,
+            misshapen or truncated tensors; each names what was found and what to do.
             `OSError`: the repository, a file of it or the cache cannot be reached.
         """
         return checkpoint.load_drafter(
             cls, super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs
         )
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """
         Write config, generation config and safetensors in this library's layout.
 
-        Files appear in `save_directory` only once all of them are complete, so a full disk leaves nothing
-        half-written.
+        Files appear in `save_directory` only once all of them are complete, so a full disk leaves
+        nothing half-written.
         """
         with save_atomically(save_directory) as temporary:
             super().save_pretrained(temporary, **kwargs)
             self.generation_config.save_pretrained(temporary)
         if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", os.path.basename(os.path.abspath(save_directory))))
+            self.push_to_hub(
+                kwargs.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            )
 
 
 def _device_of(module: nn.Module, default: torch.device) -> torch.device:
@@ -310,14 +354,25 @@ def _device_of(module: nn.Module, default: torch.device) -> torch.device:
 
 def _check_identical(name: str, own: nn.Module, other: nn.Module) -> None:
     own_weight, other_weight = own.weight, getattr(other, "weight", None)
-    if other_weight is None or own_weight.shape != other_weight.shape or own_weight.dtype != other_weight.dtype:
-        found = "no plain weight" if other_weight is None else f"{tuple(other_weight.shape)} {other_weight.dtype}"
+    if (
+        other_weight is None
+        or own_weight.shape != other_weight.shape
+        or own_weight.dtype != other_weight.dtype
+    ):
+        found = (
+            "no plain weight"
+            if other_weight is None
+            else f"{tuple(other_weight.shape)} {other_weight.dtype}"
+        )
         raise ValueError(
-            f"The drafter carries its own {name} ({tuple(own_weight.shape)} {own_weight.dtype}) and the target's "
-            f"is another ({found}). Do not bind it: the drafter was trained with its own copy and uses it."
+            f"The drafter carries its own {name} ({tuple(own_weight.shape)} {own_weight.dtype}) "
+            "and the target's "
+            f"is another ({found}). Do not bind it: the drafter was trained with its own copy and "
+            "uses it."
         )
     if not torch.equal(own_weight, other_weight.to(own_weight.device)):
         raise ValueError(
-            f"The drafter carries its own {name}, and the target's has other values. Do not bind it: the drafter "
+            f"The drafter carries its own {name}, and the target's has other values. Do not bind "
+            "it: the drafter "
             "was trained with its own copy and uses it."
         )

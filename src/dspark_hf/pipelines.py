@@ -13,20 +13,25 @@ def install(pipelines_base: ModuleType) -> None:
     """
     Let the host's pipelines load drafters.
 
-    The host looks an assistant's class up inside its own package and asks its repository for a tokenizer; a
-    drafter has neither. Every other assistant goes to the host's function.
+    The host looks an assistant's class up inside its own package and asks its repository for a
+    tokenizer; a drafter has neither. Every other assistant goes to the host's function.
     """
     original = getattr(pipelines_base, _LOAD)
     if hasattr(original, "dspark_original"):
         return
 
     @functools.wraps(original)
-    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
+    def load_assistant_model(
+        model: Any, assistant_model: Any, assistant_tokenizer: Any
+    ) -> tuple[Any, Any]:
         drafter = _load_drafter(model, assistant_model)
         if drafter is None or not model.can_generate():
             return original(model, assistant_model, assistant_tokenizer)
         if assistant_tokenizer is not None:
-            raise ValueError("A DSpark drafter works on the target's own token ids; leave assistant_tokenizer out.")
+            raise ValueError(
+                "A DSpark drafter works on the target's own token ids; leave assistant_tokenizer "
+                "out."
+            )
         from .generation.checks import check_pairing
 
         check_pairing(model, drafter)

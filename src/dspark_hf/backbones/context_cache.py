@@ -1,9 +1,12 @@
 """The drafter's key/value cache: committed context stays, block rows are scratch."""
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import DynamicLayer
 
-# Room for a block behind the context, and the growth of short contexts, without copying every round.
+# Room for a block behind the context, and the growth of short contexts, without copying every
+# round.
 _MIN_SPARE_ROWS = 256
 
 
@@ -11,18 +14,23 @@ class ContextLayer(DynamicLayer):
     """
     Cache layer of one draft layer.
 
-    `append` commits context rows. `update`, which the host's attention calls with the block's keys and values,
-    writes them behind the context and returns both, without committing them: the next block overwrites them, so
-    nothing has to be cropped after a round. Rows live in a buffer that grows by doubling.
+    `append` commits context rows. `update`, which the host's attention calls with the block's keys
+    and values, writes them behind the context and returns both, without committing them: the next
+    block overwrites them, so nothing has to be cropped after a round. Rows live in a buffer that
+    grows by doubling.
 
     Args:
         window (`int`, *optional*):
-            Sliding layers see only the last `window` context rows before the anchor; `None` sees all.
+            Sliding layers see only the last `window` context rows before the anchor; `None` sees
+            all.
     """
 
     def __init__(self, window: int | None = None):
         super().__init__()
         self.window = window
+        self.keys: Any = None
+        self.values: Any = None
+        self.is_initialized = False
         self.length = 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -31,7 +39,7 @@ class ContextLayer(DynamicLayer):
         self.length += keys.shape[-2]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the visible context followed by the block."""
         self._write(key_states, value_states)

@@ -1,4 +1,6 @@
-"""Dense pre-norm backbones with query and key norms: Qwen3 layers of the host library, unmodified."""
+"""
+Dense pre-norm backbones with query and key norms: Qwen3 layers of the host library, unmodified.
+"""
 
 import torch
 from torch import nn
@@ -11,13 +13,20 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+# Cosines and sines of the rotary embedding, (R, T, head_dim) each.
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
 DECODER_LAYER = "Qwen3DecoderLayer"
 
 
 def build_layers(config: Qwen3Config) -> dict[str, nn.Module]:
-    """The draft layers, the final norm, the norm of the context features and the rotary embedding."""
+    """
+    The draft layers, the final norm, the norm of the context features and the rotary embedding.
+    """
     return {
-        "layers": nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)),
+        "layers": nn.ModuleList(
+            Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        ),
         "norm": Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         "hidden_norm": Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         "rotary_emb": Qwen3RotaryEmbedding(config),
@@ -34,16 +43,20 @@ def embed(embeddings: nn.Module, token_ids: torch.Tensor, config: Qwen3Config) -
     return embeddings(token_ids)
 
 
-def position_embeddings(rotary: nn.Module, x: torch.Tensor, position_ids: torch.Tensor):
+def position_embeddings(rotary: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
     """Rotary cosines and sines for `position_ids` (R, T), in the dtype of `x`."""
     return rotary(x, position_ids)
 
 
-def context_key_values(layer: nn.Module, features: torch.Tensor, position_embeddings):
+def context_key_values(
+    layer: nn.Module, features: torch.Tensor, position_embeddings: Rotary
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Keys and values of context rows, `(R, kv_heads, T, head_dim)` each, from projected features `(R, T, H)`.
+    Keys and values of context rows, `(R, kv_heads, T, head_dim)` each, from projected features `(R,
+    T, H)`.
 
-    The same projections and key norm as the block's, but without the layer's input norm (equation 3).
+    The same projections and key norm as the block's, but without the layer's input norm (equation
+    3).
     """
     attention = layer.self_attn
     shape = (*features.shape[:-1], -1, attention.head_dim)
@@ -53,9 +66,15 @@ def context_key_values(layer: nn.Module, features: torch.Tensor, position_embedd
     return keys * cos + rotate_half(keys) * sin, values
 
 
-def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings, cache: Cache) -> torch.Tensor:
-    """One draft layer over the block `(R, W, H)`. No mask: block rows see the context and each other."""
-    return layer(hidden_states, attention_mask=None, position_embeddings=position_embeddings, cache=cache)
+def run_layer(
+    layer: nn.Module, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
+) -> torch.Tensor:
+    """
+    One draft layer over the block `(R, W, H)`. No mask: block rows see the context and each other.
+    """
+    return layer(
+        hidden_states, attention_mask=None, position_embeddings=position_embeddings, cache=cache
+    )
 
 
 def initialize_weights(module: nn.Module) -> None:

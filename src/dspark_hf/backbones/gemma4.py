@@ -18,13 +18,20 @@ from transformers.models.gemma4.modeling_gemma4 import (
     apply_rotary_pos_emb,
 )
 
+# Cosines and sines of the rotary embedding, (R, T, head_dim) each.
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
 DECODER_LAYER = "Gemma4TextDecoderLayer"
 
 
 def build_layers(config: Gemma4TextConfig) -> dict[str, nn.Module]:
-    """The draft layers, the final norm, the norm of the context features and the rotary embedding."""
+    """
+    The draft layers, the final norm, the norm of the context features and the rotary embedding.
+    """
     return {
-        "layers": nn.ModuleList(Gemma4TextDecoderLayer(config, i) for i in range(config.num_hidden_layers)),
+        "layers": nn.ModuleList(
+            Gemma4TextDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        ),
         "norm": Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         "hidden_norm": Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         "rotary_emb": Gemma4TextRotaryEmbedding(config),
@@ -33,7 +40,9 @@ def build_layers(config: Gemma4TextConfig) -> dict[str, nn.Module]:
 
 def build_input_embeddings(config: Gemma4TextConfig, vocab_size: int) -> nn.Module:
     """An embedding for checkpoints that carry their own; it scales, as the target's does."""
-    scaled = Gemma4TextScaledWordEmbedding(vocab_size, config.hidden_size, 0, embed_scale=config.hidden_size**0.5)
+    scaled = Gemma4TextScaledWordEmbedding(
+        vocab_size, config.hidden_size, 0, embed_scale=config.hidden_size**0.5
+    )
     # The host zeroes a padding row when it initialises; a drafter has no padding.
     scaled.padding_idx = None
     return scaled
@@ -47,14 +56,17 @@ def embed(embeddings: nn.Module, token_ids: torch.Tensor, config: Gemma4TextConf
     return embedded * torch.tensor(config.hidden_size**0.5, dtype=embedded.dtype)
 
 
-def position_embeddings(rotary: nn.Module, x: torch.Tensor, position_ids: torch.Tensor):
+def position_embeddings(rotary: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
     """Rotary cosines and sines for `position_ids` (R, T), in the dtype of `x`."""
     return rotary(x, position_ids, "full_attention")
 
 
-def context_key_values(layer: nn.Module, features: torch.Tensor, position_embeddings):
+def context_key_values(
+    layer: nn.Module, features: torch.Tensor, position_embeddings: Rotary
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Keys and values of context rows, `(R, kv_heads, T, head_dim)` each, from projected features `(R, T, H)`.
+    Keys and values of context rows, `(R, kv_heads, T, head_dim)` each, from projected features `(R,
+    T, H)`.
 
     The same projections and norms as the block's, but without the layer's input norm (equation 3).
     """
@@ -66,9 +78,14 @@ def context_key_values(layer: nn.Module, features: torch.Tensor, position_embedd
     return keys.transpose(1, 2), attention.v_norm(raw_values).transpose(1, 2)
 
 
-def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings, cache: Cache) -> torch.Tensor:
-    """One draft layer over the block `(R, W, H)`. No mask: block rows see the context and each other."""
-    # The layers of a drafter share no keys or values; the host asks for the place to put them all the same.
+def run_layer(
+    layer: nn.Module, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
+) -> torch.Tensor:
+    """
+    One draft layer over the block `(R, W, H)`. No mask: block rows see the context and each other.
+    """
+    # The layers of a drafter share no keys or values; the host asks for the place to put them all
+    # the same.
     return layer(
         hidden_states,
         shared_kv_states={},
@@ -82,7 +99,9 @@ def initialize_weights(module: nn.Module) -> None:
     """What the host's generic initialisation does not cover: buffers that no checkpoint stores."""
     if isinstance(module, Gemma4TextRotaryEmbedding):
         for layer_type, rope_init_fn in module.rope_init_fns.items():
-            inv_freq, _ = rope_init_fn(module.config.per_layer_config[layer_type], layer_type=layer_type)
+            inv_freq, _ = rope_init_fn(
+                module.config.per_layer_config[layer_type], layer_type=layer_type
+            )
             init.copy_(getattr(module, f"{layer_type}_inv_freq"), inv_freq)
             init.copy_(getattr(module, f"{layer_type}_original_inv_freq"), inv_freq)
     elif isinstance(module, Gemma4TextScaledWordEmbedding):

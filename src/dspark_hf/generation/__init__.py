@@ -1,1 +1,4 @@
-"""Speculative decoding inside the host's `generate`: hook, loop, taps, verification, fields, statistics."""
+"""
+Speculative decoding inside the host's `generate`: hook, loop, taps, verification, fields,
+statistics.
+"""

@@ -1,8 +1,11 @@
-"""`DSparkCandidateGenerator`: drafts behind the committed tokens and decides how many of them to submit."""
+"""
+`DSparkCandidateGenerator`: drafts behind the committed tokens and decides how many of them to
+submit.
+"""
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -30,7 +33,8 @@ class Proposal:
             What they were sampled from; `None` if they were chosen without chance.
         lengths (`torch.Tensor` of shape `(R,)`): tokens submitted per row.
         num_drafted (`int`): tokens drafted per row.
-        confidences (`torch.Tensor` of shape `(R, γ)`, *optional*): conditional confidence of the drafted tokens.
+        confidences (`torch.Tensor` of shape `(R, γ)`, *optional*):
+            conditional confidence of the drafted tokens.
     """
 
     tokens: torch.Tensor
@@ -48,21 +52,25 @@ class Proposal:
 
 class DSparkCandidateGenerator(CandidateGenerator):
     """
-    Candidate generator for one `generate` call. A context manager: it reads the target's taps while it is open.
+    Candidate generator for one `generate` call. A context manager: it reads the target's taps while
+    it is open.
 
     Args:
         target (`PreTrainedModel`): the model whose output is kept.
         drafter ([`DSparkDrafter`]): the draft model; `drafter.draft` makes every proposal.
         settings ([`DraftSettings`]): how many tokens to submit, and how they are drawn.
-        logits_processor (`LogitsProcessorList`): the target's processors, applied along the drafted path as well.
+        logits_processor (`LogitsProcessorList`):
+            the target's processors, applied along the drafted path as well.
         do_sample (`bool`): whether the target samples.
         batch_size (`int`): R.
-        start_position (`int`, *optional*, defaults to 0): positions in the target's cache before this call.
-        num_padding (`int`, *optional*, defaults to 0): left-padding positions of the prompt, which are no context.
+        start_position (`int`, *optional*, defaults to 0):
+            positions in the target's cache before this call.
+        num_padding (`int`, *optional*, defaults to 0):
+            left-padding positions of the prompt, which are no context.
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {}
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -97,13 +105,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Remember the features of the positions that the last target forward settled.
 
         Args:
-            num_positions (`int`, *optional*): the first so many of its input positions; all by default (prefill).
+            num_positions (`int`, *optional*):
+                the first so many of its input positions; all by default (prefill).
         """
         features = self.taps.take(num_positions)
         if self._num_padding:
             features, self._num_padding = features[:, self._num_padding :], 0
-        # Whether the drafter runs again is known only later; projecting these rows can wait until then.
-        self._pending = features if self._pending is None else torch.cat((self._pending, features), dim=1)
+        # Whether the drafter runs again is known only later; projecting these rows can wait until
+        # then.
+        self._pending = (
+            features if self._pending is None else torch.cat((self._pending, features), dim=1)
+        )
 
     def propose(self, input_ids: torch.Tensor, limit: int) -> Proposal:
         """
@@ -134,7 +146,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if block.confidence_logits is not None:
             confidences = block.confidence_logits.sigmoid()
             if self.settings.verification == THRESHOLD:
-                kept = threshold_lengths(block.confidence_logits, self.settings.confidence_threshold)
+                kept = threshold_lengths(
+                    block.confidence_logits, self.settings.confidence_threshold
+                )
                 lengths = lengths.minimum(kept)
                 width = int(lengths.max())
         device = input_ids.device
@@ -154,12 +168,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         **kwargs: Any,
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """
-        The host's protocol, for its own assisted-decoding loop. The first call proposes nothing, so that the
-        target's prefill yields the features.
+        The host's protocol, for its own assisted-decoding loop. The first call proposes nothing, so
+        that the target's prefill yields the features.
 
         Returns:
-            Committed and drafted tokens `(R, length + L)`, and logits `(R, L, V)` whose softmax is exactly what
-            the drafted tokens were drawn from (one-hot for argmax drafts); `None` where nothing was drafted.
+            Committed and drafted tokens `(R, length + L)`, and logits `(R, L, V)` whose softmax is
+            exactly what the drafted tokens were drawn from (one-hot for argmax drafts); `None`
+            where nothing was drafted.
         """
         if is_first_iteration:
             return input_ids, None
@@ -171,29 +186,38 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits = proposal.logits
         if logits is None:
             vocabulary = self.drafter.config.vocab_size
-            logits = torch.full((*proposal.tokens.shape, vocabulary), -torch.inf, device=input_ids.device)
+            logits = torch.full(
+                (*proposal.tokens.shape, vocabulary), -torch.inf, device=input_ids.device
+            )
             logits.scatter_(-1, proposal.tokens[..., None], 0.0)
         return torch.cat((input_ids, proposal.tokens), dim=1), logits
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
+    ) -> None:
         """Part of the host's protocol; the number of drafted tokens is fixed by the settings."""
 
     def draft_probabilities(self, proposal: Proposal) -> torch.Tensor | None:
-        """q of the submitted tokens `(R, L, V)`, or `None` where they were chosen without chance."""
+        """
+        q of the submitted tokens `(R, L, V)`, or `None` where they were chosen without chance.
+        """
         return None if proposal.logits is None else probabilities(proposal.logits)
 
     def _check_block(self, block: Any) -> None:
         if self._checked:
             return
         self._checked = True
-        # Once per call: it waits for the device, and a drafter that is broken is broken from the start.
+        # Once per call: it waits for the device, and a drafter that is broken is broken from the
+        # start.
         if bool(torch.isnan(block.logits).any()):
             raise ValueError(
-                "The drafter's logits contain NaN. Its weights or its dtype do not fit this target: load it with "
+                "The drafter's logits contain NaN. Its weights or its dtype do not fit this "
+                "target: load it with "
                 "the target's dtype, and check the checkpoint with `dspark-hf inspect`."
             )
         if self.settings.verification == THRESHOLD and block.confidence_logits is None:
             logger.warning(
-                "dspark_verification='threshold' needs a confidence head, and this drafter has none; every drafted "
+                "dspark_verification='threshold' needs a confidence head, and this drafter has "
+                "none; every drafted "
                 "token is verified."
             )

@@ -1,4 +1,7 @@
-"""What is refused before any compute: pairs that do not fit, and modes that speculation cannot keep exact."""
+"""
+What is refused before any compute: pairs that do not fit, and modes that speculation cannot keep
+exact.
+"""
 
 import logging
 import weakref
@@ -25,7 +28,10 @@ _WARNED_USELESS: "weakref.WeakSet[DSparkDrafter]" = weakref.WeakSet()
 _ROUNDS_TO_JUDGE = 8
 
 # Processors that keep state from call to call and would see drafted tokens that are then rejected.
-_STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+_STATEFUL_PROCESSORS = (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 
 
 def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
@@ -38,12 +44,14 @@ def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
     config = drafter.config
     if target.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(target).__name__} is an encoder-decoder model; DSpark drafters work with decoder-only targets. "
+            f"{type(target).__name__} is an encoder-decoder model; DSpark drafters work with "
+            "decoder-only targets. "
             "Generate without assistant_model, or use a decoder-only target."
         )
     if getattr(target, "_is_stateful", False):
         raise ValueError(
-            f"{type(target).__name__} keeps a recurrent state that cannot be rolled back after a rejected draft. "
+            f"{type(target).__name__} keeps a recurrent state that cannot be rolled back after a "
+            "rejected draft. "
             "Generate without assistant_model."
         )
     text = target.config.get_text_config(decoder=True)
@@ -55,21 +63,25 @@ def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
     for name, found, expected in facts:
         if found != expected:
             raise ValueError(
-                f"This drafter was trained for another target: the target's {name} is {found}, the drafter expects "
-                f"{expected}. Load the target named in the drafter's model card, or a drafter made for "
+                f"This drafter was trained for another target: the target's {name} is {found}, "
+                "the drafter expects "
+                f"{expected}. Load the target named in the drafter's model card, or a drafter "
+                "made for "
                 f"{target.config.name_or_path or type(target).__name__}."
             )
     stop_ids = _as_set(text.eos_token_id) | _as_set(target.generation_config.eos_token_id)
     if config.mask_token_id in stop_ids:
         raise ValueError(
-            f"The drafter's mask_token_id {config.mask_token_id} is a stop token of this target ({sorted(stop_ids)}). "
+            f"The drafter's mask_token_id {config.mask_token_id} is a stop token of this target "
+            f"({sorted(stop_ids)}). "
             "The pair does not belong together, or one of the two configs was edited."
         )
     own_stop_ids = _as_set(config.eos_token_id)
     if own_stop_ids and stop_ids and not own_stop_ids & stop_ids and drafter not in _WARNED_PAIRS:
         _WARNED_PAIRS.add(drafter)
         logger.warning(
-            "The drafter was trained with stop tokens %s and this target stops at %s: perhaps another version of the "
+            "The drafter was trained with stop tokens %s and this target stops at %s: perhaps "
+            "another version of the "
             "target. The output is the target's own all the same; expect fewer accepted tokens.",
             sorted(own_stop_ids),
             sorted(stop_ids),
@@ -81,16 +93,21 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
     config = generation_config
     if (config.num_beams or 1) > 1:
         raise ValueError(
-            f"num_beams={config.num_beams} cannot be combined with a DSpark drafter; speculation covers greedy "
+            f"num_beams={config.num_beams} cannot be combined with a DSpark drafter; speculation "
+            "covers greedy "
             "decoding and sampling. Set num_beams=1, or drop assistant_model."
         )
     if (config.num_return_sequences or 1) > 1:
         raise ValueError(
-            f"num_return_sequences={config.num_return_sequences} cannot be combined with a DSpark drafter yet. "
+            f"num_return_sequences={config.num_return_sequences} cannot be combined with a DSpark "
+            "drafter yet. "
             "Call generate once per sequence."
         )
     if config.use_cache is False:
-        raise ValueError("use_cache=False cannot be combined with a DSpark drafter. Remove it, or drop assistant_model.")
+        raise ValueError(
+            "use_cache=False cannot be combined with a DSpark drafter. Remove it, or drop "
+            "assistant_model."
+        )
     others = {
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
         "assistant_early_exit": config.assistant_early_exit,
@@ -99,15 +116,23 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
     }
     for name, value in others.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} and a DSpark drafter both draft tokens; use one of the two.")
+            raise ValueError(
+                f"{name}={value!r} and a DSpark drafter both draft tokens; use one of the two."
+            )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(
-            f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the output distribution, and a "
+            f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the output "
+            "distribution, and a "
             "DSpark drafter never does. Remove it."
         )
-    if mode not in (GenerationMode.ASSISTED_GENERATION, GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in (
+        GenerationMode.ASSISTED_GENERATION,
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+    ):
         raise ValueError(
-            f"Generation mode {mode.value!r} cannot be combined with a DSpark drafter; speculation covers greedy "
+            f"Generation mode {mode.value!r} cannot be combined with a DSpark drafter; "
+            "speculation covers greedy "
             "decoding and sampling."
         )
 
@@ -117,8 +142,10 @@ def check_processors(logits_processor: LogitsProcessorList) -> None:
     for processor in logits_processor:
         if isinstance(processor, _STATEFUL_PROCESSORS):
             raise ValueError(
-                f"{type(processor).__name__} keeps state from token to token, which drafted and then rejected tokens "
-                "would spoil. Remove guidance_scale or watermarking_config, or drop assistant_model."
+                f"{type(processor).__name__} keeps state from token to token, which drafted and "
+                "then rejected tokens "
+                "would spoil. Remove guidance_scale or watermarking_config, or drop "
+                "assistant_model."
             )
 
 
@@ -126,7 +153,8 @@ def check_batch(input_ids: torch.Tensor) -> None:
     """Raise `ValueError` for more than one row."""
     if input_ids.shape[0] != 1:
         raise ValueError(
-            f"A DSpark drafter takes one sequence at a time for now, got a batch of {input_ids.shape[0]}. "
+            "A DSpark drafter takes one sequence at a time for now, got a batch of "
+            f"{input_ids.shape[0]}. "
             "Call generate row by row, or drop assistant_model."
         )
 
@@ -147,8 +175,10 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             continue
         if not getattr(layer, "is_croppable", False):
             raise ValueError(
-                f"{type(layer).__name__} of the target's cache cannot be rolled back after a rejected draft. Use the "
-                "default dynamic cache (leave cache_implementation unset), or generate without assistant_model; "
+                f"{type(layer).__name__} of the target's cache cannot be rolled back after a "
+                "rejected draft. Use the "
+                "default dynamic cache (leave cache_implementation unset), or generate without "
+                "assistant_model; "
                 "targets with a recurrent state have no cache that can."
             )
 
@@ -161,11 +191,16 @@ def warn_if_useless(drafter: "DSparkDrafter", statistics: "Statistics") -> None:
         return  # Everything was cut by the threshold, as asked for.
     _WARNED_USELESS.add(drafter)
     if not statistics.drafted:
-        logger.warning("The drafter proposed nothing in %d rounds; decoding ran at plain speed.", statistics.rounds)
+        logger.warning(
+            "The drafter proposed nothing in %d rounds; decoding ran at plain speed.",
+            statistics.rounds,
+        )
         return
     logger.warning(
-        "None of %d drafted tokens was accepted in %d rounds, so the drafter only costs time here. The text is the "
-        "target's own all the same. Usual causes: a drafter made for another version or mode of the target, or a "
+        "None of %d drafted tokens was accepted in %d rounds, so the drafter only costs time "
+        "here. The text is the "
+        "target's own all the same. Usual causes: a drafter made for another version or mode of "
+        "the target, or a "
         "wrong layout; `dspark-hf inspect` and `dspark-hf check` tell.",
         statistics.verified,
         statistics.rounds,

@@ -1,9 +1,10 @@
 """
 The decoding loop: draft, verify, commit, until a stopping criterion holds.
 
-R rows (one for now), P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the host's own, so
-that the first token comes from the same arithmetic as in plain decoding. The target's cache always holds every
-committed token but the last, the anchor, which enters with the next verification.
+R rows (one for now), P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the
+host's own, so that the first token comes from the same arithmetic as in plain decoding. The
+target's cache always holds every committed token but the last, the anchor, which enters with the
+next verification.
 """
 
 import copy
@@ -12,7 +13,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.utils import ModelOutput
 
 from ..drafting import probabilities, sample
 from .candidate_generator import DSparkCandidateGenerator, Proposal
@@ -39,7 +46,9 @@ if TYPE_CHECKING:
 def make_custom_generate(drafter: "DSparkDrafter", streamer: "BaseStreamer | None") -> Callable:
     """A callable for `generate(custom_generate=…)` that runs this loop."""
 
-    def custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    def custom_generate(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+    ):
         check_generation_mode(generation_config, generation_config.get_generation_mode())
         check_pairing(model, drafter)
         return decode(
@@ -68,17 +77,25 @@ def decode(
     **model_kwargs: Any,
 ) -> DSparkDecoderOnlyOutput | torch.Tensor:
     """
-    Generate with a drafter. Arguments are those of the host's decoding methods, prepared by its `generate`.
+    Generate with a drafter. Arguments are those of the host's decoding methods, prepared by its
+    `generate`.
 
     Returns:
-        `torch.Tensor` of shape `(R, P + new tokens)`, or [`DSparkDecoderOnlyOutput`] if the generation config asks
-        for a dict.
+        `torch.Tensor` of shape `(R, P + new tokens)`, or [`DSparkDecoderOnlyOutput`] if the
+        generation config asks for a dict.
     """
     check_batch(input_ids)
     check_processors(logits_processor)
     check_cache(model_kwargs.get("cache"), after_prefill=False)
     loop = _DecodingLoop(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, streamer, model_kwargs
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        drafter,
+        streamer,
+        model_kwargs,
     )
     with loop.generator:
         return loop.run(synced_gpus)
@@ -110,7 +127,9 @@ class _DecodingLoop:
         self.stopping = TokenwiseStopping(stopping_criteria)
         self.outputs = OutputRecorder.from_config(generation_config)
         self.recorder = CallRecorder()
-        self.settings = resolve_settings(generation_config, drafter.generation_config, drafter.config.block_size)
+        self.settings = resolve_settings(
+            generation_config, drafter.generation_config, drafter.config.block_size
+        )
         mask = model_kwargs.get("attention_mask")
         past_length = self.cache.get_seq_length()
         self.generator = DSparkCandidateGenerator(
@@ -143,20 +162,21 @@ class _DecodingLoop:
 
     def _prefill(self) -> bool:
         if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
-            # Such targets shorten the prompt inside their last layers when few logits are asked for.
+            # Such targets shorten the prompt inside their last layers when few logits are asked
+            # for.
             self.kwargs["logits_to_keep"] = 0
         outputs = self.model._prefill(self.input_ids, self.config, self.kwargs)
         self.cache = outputs.cache
         check_cache(self.cache, after_prefill=True)
-        # From here on every forward is followed by a crop, which lets sliding layers roll back past their window.
+        # From here on every forward is followed by a crop, which lets sliding layers roll back past
+        # their window.
         self.cache.activate_past_recording()
         self.generator.commit()
-        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        logits = outputs.logits[:, -1].to(
+            copy=True, dtype=torch.float32, device=self.input_ids.device
+        )
         scores = self.logits_processor(self.input_ids, logits)
-        if self.config.do_sample:
-            token = sample(probabilities(scores))
-        else:
-            token = scores.argmax(dim=-1)
+        token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
         self.outputs.add_prefill(outputs, logits, scores)
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
         _, is_done = self._emit(token[:, None], token.tolist())
@@ -165,8 +185,11 @@ class _DecodingLoop:
     def _round(self) -> bool:
         """Draft, verify, commit. Returns whether generation is over."""
         started = time.perf_counter()
-        # One token always comes from the target itself, so drafts for the last one would be thrown away.
-        proposal = self.generator.propose(self.input_ids, self.config.max_length - self.input_ids.shape[1] - 1)
+        # One token always comes from the target itself, so drafts for the last one would be thrown
+        # away.
+        proposal = self.generator.propose(
+            self.input_ids, self.config.max_length - self.input_ids.shape[1] - 1
+        )
         drafted = time.perf_counter()
         past_length = self.cache.get_seq_length()
         outputs = self._target_forward(proposal.tokens)
@@ -184,18 +207,22 @@ class _DecodingLoop:
         submitted = proposal.tokens.shape[1]
         self.cache.crop(-(submitted + 1 - num_kept))
         self.generator.commit(num_kept)
-        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=num_kept)
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            outputs, self.kwargs, num_new_tokens=num_kept
+        )
         self._count(proposal, run[:num_kept], num_accepted, confidences, is_done)
         self.recorder.statistics.draft_seconds += drafted - started
         self.recorder.statistics.verify_seconds += verified - drafted
         return is_done
 
-    def _target_forward(self, drafts: torch.Tensor):
+    def _target_forward(self, drafts: torch.Tensor) -> ModelOutput:
         """The target on `[anchor, drafts]`, `(R, L + 1)` positions."""
         length = drafts.shape[1]
         kwargs = copy.copy(self.kwargs)
         if length:
-            kwargs = self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=length)
+            kwargs = self.model._update_model_kwargs_for_generation(
+                {}, kwargs, num_new_tokens=length
+            )
         inputs = self.model.prepare_inputs_for_generation(
             torch.cat((self.input_ids, drafts), dim=1), next_sequence_length=length + 1, **kwargs
         )
@@ -205,33 +232,50 @@ class _DecodingLoop:
         return self.forward(**inputs, return_dict=True)
 
     def _scores(self, raw: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raw and processed float32 logits `(R, L + 1, V)`; processors see the drafted path up to each position."""
+        """
+        Raw and processed float32 logits `(R, L + 1, V)`; processors see the drafted path up to each
+        position.
+        """
         length = drafts.shape[1] + 1
         logits = raw[:, -length:].to(dtype=torch.float32, device=self.input_ids.device)
         if not self.logits_processor:
             return logits, logits
         path = torch.cat((self.input_ids, drafts), dim=1)
         start = self.input_ids.shape[1]
-        scores = [self.logits_processor(path[:, : start + i], logits[:, i].clone()) for i in range(length)]
+        scores = [
+            self.logits_processor(path[:, : start + i], logits[:, i].clone()) for i in range(length)
+        ]
         return logits, torch.stack(scores, dim=1)
 
     def _verify(self, scores: torch.Tensor, proposal: Proposal) -> Verification:
         if not self.config.do_sample:
             return verify_greedy(scores, proposal.tokens, proposal.lengths)
         draft_probs = self.generator.draft_probabilities(proposal)
-        return verify_sampling(probabilities(scores), proposal.tokens, draft_probs, proposal.lengths)
+        return verify_sampling(
+            probabilities(scores), proposal.tokens, draft_probs, proposal.lengths
+        )
 
-    def _read(self, verification: Verification, proposal: Proposal) -> tuple[list[int], int, list[float] | None]:
+    def _read(
+        self, verification: Verification, proposal: Proposal
+    ) -> tuple[list[int], int, list[float] | None]:
         """Everything the host needs to know about a round, in one transfer."""
         device = verification.tokens.device
-        parts = [verification.num_accepted[:, None], verification.is_valid[:, None], verification.tokens]
+        parts = [
+            verification.num_accepted[:, None],
+            verification.is_valid[:, None],
+            verification.tokens,
+        ]
         if proposal.confidences is not None:
             parts.append(proposal.confidences.to(device))
-        (num_accepted, is_valid, *rest), *_ = torch.cat([part.double() for part in parts], dim=1).tolist()
+        (num_accepted, is_valid, *rest), *_ = torch.cat(
+            [part.double() for part in parts], dim=1
+        ).tolist()
         if not is_valid:
             raise ValueError(
-                "The target's logits contain NaN or allow no token, so there is nothing to choose from. Check the "
-                "target in this dtype with a plain forward, and the logits processors; float16 overflow and damaged "
+                "The target's logits contain NaN or allow no token, so there is nothing to choose "
+                "from. Check the "
+                "target in this dtype with a plain forward, and the logits processors; float16 "
+                "overflow and damaged "
                 "weights are the usual causes."
             )
         width = verification.tokens.shape[1]
@@ -239,8 +283,12 @@ class _DecodingLoop:
         return [int(token) for token in rest[:width]], int(num_accepted), confidences
 
     def _emit(self, run: torch.Tensor, tokens: list[int]) -> tuple[int, bool]:
-        """Commit a run up to where it stops, and stream it token by token. Returns the number kept."""
-        num_kept, is_done = self.stopping.count(self.input_ids, run, tokens, self.outputs.scores_so_far())
+        """
+        Commit a run up to where it stops, and stream it token by token. Returns the number kept.
+        """
+        num_kept, is_done = self.stopping.count(
+            self.input_ids, run, tokens, self.outputs.scores_so_far()
+        )
         self.input_ids = torch.cat((self.input_ids, run[:, :num_kept]), dim=1)
         self.recorder.statistics.new_tokens += num_kept
         if self.streamer is not None:
@@ -260,7 +308,9 @@ class _DecodingLoop:
         if len(tokens) <= num_accepted:
             # Stopped inside the accepted run: the drafts behind the stop were never in question.
             num_accepted = num_verified = len(tokens)
-        self.recorder.add_round(RoundRecord(tokens, proposal.num_drafted, num_verified, num_accepted, confidences))
+        self.recorder.add_round(
+            RoundRecord(tokens, proposal.num_drafted, num_verified, num_accepted, confidences)
+        )
 
     def _idle_forward(self) -> None:
         """Keep step with other processes that still generate."""
@@ -284,7 +334,9 @@ class _DecodingLoop:
             scores=self.outputs.scores_so_far(),
             logits=None if self.outputs.logits is None else tuple(self.outputs.logits),
             attentions=None if self.outputs.attentions is None else tuple(self.outputs.attentions),
-            hidden_states=None if self.outputs.hidden_states is None else tuple(self.outputs.hidden_states),
+            hidden_states=None
+            if self.outputs.hidden_states is None
+            else tuple(self.outputs.hidden_states),
             cache=self.cache,
             statistics=statistics,
         )

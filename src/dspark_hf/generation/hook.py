@@ -1,9 +1,9 @@
 """
 How `generate(assistant_model=drafter)` reaches our loop.
 
-Two methods of the host's `GenerationMixin` are wrapped: the one that validates a generation mode and the one that
-runs assisted decoding. Both look at the assistant and, unless it is one of our drafters, call the original with
-what they were given. `uninstall` puts the originals back.
+Two methods of the host's `GenerationMixin` are wrapped: the one that validates a generation mode
+and the one that runs assisted decoding. Both look at the assistant and, unless it is one of our
+drafters, call the original with what they were given. `uninstall` puts the originals back.
 """
 
 import functools
@@ -16,7 +16,10 @@ _DECODE = "_assisted_decoding"
 
 
 def is_drafter(assistant: Any) -> bool:
-    """Whether an assistant drafts with our loop. Decided by a class attribute, so that nothing is imported."""
+    """
+    Whether an assistant drafts with our loop. Decided by a class attribute, so that nothing is
+    imported.
+    """
     return getattr(type(assistant), "is_dspark_drafter", False)
 
 
@@ -52,7 +55,9 @@ def _wrap_validate(original):
 
             check_generation_mode(generation_config, generation_mode)
             check_pairing(self, drafter)
-            resolve_settings(generation_config, drafter.generation_config, drafter.config.block_size)
+            resolve_settings(
+                generation_config, drafter.generation_config, drafter.config.block_size
+            )
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate
@@ -68,6 +73,7 @@ def _wrap_decode(original):
 
         for name in ("tokenizer", "assistant_tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
-        return decode(self, input_ids, *args, drafter=assistant_model, **kwargs)
+        kwargs["drafter"] = assistant_model
+        return decode(self, input_ids, *args, **kwargs)
 
     return assisted_decoding

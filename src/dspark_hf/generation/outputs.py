@@ -1,6 +1,10 @@
-"""What `generate` returns besides the tokens: scores, logits, hidden states, attentions, one entry a token."""
+"""
+What `generate` returns besides the tokens: scores, logits, hidden states, attentions, one entry a
+token.
+"""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig
@@ -83,11 +87,15 @@ class OutputRecorder:
         """
         for i in range(count):
             if self.hidden_states is not None:
-                self.hidden_states.append(tuple(state[:, i : i + 1] for state in outputs.hidden_states))
+                self.hidden_states.append(
+                    tuple(state[:, i : i + 1] for state in outputs.hidden_states)
+                )
             if self.attentions is not None:
                 self.attentions.append(
                     tuple(
-                        None if weights is None else _attention_row(weights, i, past_length, cache.layers[n])
+                        None
+                        if weights is None
+                        else _attention_row(weights, i, past_length, cache.layers[n])
                         for n, weights in enumerate(outputs.attentions)
                     )
                 )
@@ -103,8 +111,11 @@ class OutputRecorder:
             self.logits.append(logits)
 
 
-def _attention_row(weights: torch.Tensor, i: int, past_length: int, layer) -> torch.Tensor:
-    """Attention of query i `(R, heads, 1, keys)` with the keys that one-token decoding would have seen."""
+def _attention_row(weights: torch.Tensor, i: int, past_length: int, layer: Any) -> torch.Tensor:
+    """
+    Attention of query i `(R, heads, 1, keys)` with the keys that one-token decoding would have
+    seen.
+    """
     queries, keys = weights.shape[-2:]
     row = weights[..., i : i + 1, :]
     if getattr(layer, "is_compileable", False):

@@ -1,9 +1,10 @@
 """
 The `dspark_*` fields of a generation config: registration, precedence, checks.
 
-A field can be a keyword of `generate`, a field of a config passed to it, of the target's generation config, or of
-the drafter's; the first of these that sets it wins. The class attributes on the host's `GenerationConfig` are all
-`None`, "not set", which is what makes the host take the names as keywords and changes nothing else.
+A field can be a keyword of `generate`, a field of a config passed to it, of the target's generation
+config, or of the drafter's; the first of these that sets it wins. The class attributes on the
+host's `GenerationConfig` are all `None`, "not set", which is what makes the host take the names as
+keywords and changes nothing else.
 """
 
 import logging
@@ -30,7 +31,8 @@ class DraftSettings:
     Attributes:
         num_draft_tokens (`int`): most draft tokens submitted per row and round, 0 to γ.
         verification (`str`): `"full"` or `"threshold"`.
-        confidence_threshold (`float`): conditional confidence below which the block is cut; 0 is off.
+        confidence_threshold (`float`):
+            conditional confidence below which the block is cut; 0 is off.
         greedy_drafts (`bool`): whether drafts are argmax choices even when the target samples.
     """
 
@@ -54,7 +56,8 @@ def resolve_settings(
     Merge the call's generation config with the drafter's.
 
     Args:
-        generation_config (`GenerationConfig`): as the host prepared it (keyword > passed config > target's).
+        generation_config (`GenerationConfig`):
+            as the host prepared it (keyword > passed config > target's).
         drafter_config (`GenerationConfig`): the drafter's own defaults.
         block_size (`int`): γ.
 
@@ -63,9 +66,14 @@ def resolve_settings(
     """
     threshold = _lookup("dspark_confidence_threshold", generation_config, drafter_config)
     threshold = 0.0 if threshold is None else threshold
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+    if (
+        isinstance(threshold, bool)
+        or not isinstance(threshold, int | float)
+        or not 0 <= threshold <= 1
+    ):
         raise ValueError(
-            f"dspark_confidence_threshold must be a probability between 0 and 1 (0 or None is off), found {threshold!r}."
+            "dspark_confidence_threshold must be a probability between 0 and 1 (0 or None is "
+            f"off), found {threshold!r}."
         )
     verification = _lookup("dspark_verification", generation_config, drafter_config)
     if verification is None:
@@ -81,8 +89,11 @@ def resolve_settings(
     )
 
 
-def _lookup(name: str, generation_config: GenerationConfig, drafter_config: GenerationConfig) -> Any:
-    # An instance attribute was set by somebody, be it to None; the class attribute means nobody did.
+def _lookup(
+    name: str, generation_config: GenerationConfig, drafter_config: GenerationConfig
+) -> Any:
+    # An instance attribute was set by somebody, be it to None; the class attribute means nobody
+    # did.
     if name in vars(generation_config):
         return getattr(generation_config, name)
     return getattr(drafter_config, name, None)
@@ -99,10 +110,13 @@ def _num_draft_tokens(
     if number is None:
         return block_size
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"num_assistant_tokens must be an integer of at least 0, found {number!r}.")
+        raise ValueError(
+            f"num_assistant_tokens must be an integer of at least 0, found {number!r}."
+        )
     if number > block_size:
         logger.warning(
-            "num_assistant_tokens is %d, but this drafter was trained to draft %d tokens; longer blocks lower the "
+            "num_assistant_tokens is %d, but this drafter was trained to draft %d tokens; longer "
+            "blocks lower the "
             "acceptance of every position, so %d are drafted.",
             number,
             block_size,

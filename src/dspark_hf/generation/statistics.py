@@ -1,10 +1,10 @@
 """
 What speculation did: counted per call, collected where asked for.
 
-Definitions. A *round* is one target forward after the prefill; the token that the prefill yields belongs to no
-round. τ (`accepted_length`) is committed tokens per round, bonus token included, as a ratio of sums. A stop token
-inside an accepted run ends the round there: what was drafted behind it counts neither as verified nor as accepted,
-and there is no bonus token. Position k is 0-based.
+Definitions. A *round* is one target forward after the prefill; the token that the prefill yields
+belongs to no round. τ (`accepted_length`) is committed tokens per round, bonus token included, as a
+ratio of sums. A stop token inside an accepted run ends the round there: what was drafted behind it
+counts neither as verified nor as accepted, and there is no bonus token. Position k is 0-based.
 """
 
 import contextvars
@@ -51,7 +51,8 @@ class Statistics:
         draft_seconds, verify_seconds, other_seconds, total_seconds (`float`):
             Host time; on an accelerator the wait for results falls into `other_seconds`.
         confidence_bins (`list[list[float]]`):
-            Reliability of the conditional confidence in equal-width bins: count, sum of confidences, accepted.
+            Reliability of the conditional confidence in equal-width bins: count, sum of
+            confidences, accepted.
     """
 
     calls: int = 0
@@ -90,12 +91,18 @@ class Statistics:
     @property
     def prefix_acceptance(self) -> list[float]:
         """Per position: share of the rounds that verified it in which it was accepted."""
-        return [a / v if v else float("nan") for a, v in zip(self.accepted_at, self.verified_at, strict=True)]
+        return [
+            a / v if v else float("nan")
+            for a, v in zip(self.accepted_at, self.verified_at, strict=True)
+        ]
 
     @property
     def conditional_acceptance(self) -> list[float]:
         """Per position: the same among the rounds in which all earlier positions were accepted."""
-        return [a / r if r else float("nan") for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
+        return [
+            a / r if r else float("nan")
+            for a, r in zip(self.accepted_at, self.reached_at, strict=True)
+        ]
 
     def add_round(self, record: RoundRecord) -> None:
         """Count one row's round."""
@@ -104,14 +111,16 @@ class Statistics:
         self.drafted += record.num_drafted
         self.verified += record.num_verified
         self.accepted += record.num_accepted
-        self.verify_lengths[record.num_verified] = self.verify_lengths.get(record.num_verified, 0) + 1
+        self.verify_lengths[record.num_verified] = (
+            self.verify_lengths.get(record.num_verified, 0) + 1
+        )
         self._widen(record.num_verified)
         for k in range(record.num_verified):
             self.verified_at[k] += 1
             self.reached_at[k] += record.num_accepted >= k
             self.accepted_at[k] += record.num_accepted > k
         if record.confidences is not None:
-            self._add_confidences(record)
+            self._add_confidences(record, record.confidences)
 
     def merge(self, other: "Statistics") -> None:
         """Add another call's counts to these."""
@@ -145,11 +154,13 @@ class Statistics:
         for counts in (self.verified_at, self.reached_at, self.accepted_at):
             counts.extend([0] * (length - len(counts)))
 
-    def _add_confidences(self, record: RoundRecord) -> None:
+    def _add_confidences(self, record: RoundRecord, confidences: list[float]) -> None:
         # The confidence of position k speaks of rounds in which everything before it was accepted.
-        for k in range(min(record.num_verified, record.num_accepted + 1)):
-            confidence = record.confidences[k]
-            bin_ = self.confidence_bins[min(int(confidence * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)]
+        reached = min(record.num_verified, record.num_accepted + 1)
+        for k, confidence in enumerate(confidences[:reached]):
+            bin_ = self.confidence_bins[
+                min(int(confidence * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
+            ]
             bin_[0] += 1
             bin_[1] += confidence
             bin_[2] += record.num_accepted > k
@@ -167,12 +178,16 @@ _COLLECTORS: contextvars.ContextVar[tuple[_Collector, ...]] = contextvars.Contex
 
 
 @contextmanager
-def collect_statistics(on_round: Callable[[RoundRecord], None] | None = None) -> Iterator[Statistics]:
+def collect_statistics(
+    on_round: Callable[[RoundRecord], None] | None = None,
+) -> Iterator[Statistics]:
     """
-    Collect the statistics of all `generate` calls that this thread (or async task) makes inside the block.
+    Collect the statistics of all `generate` calls that this thread (or async task) makes inside the
+    block.
 
     Args:
-        on_round (callable, *optional*): called with a [`RoundRecord`] after every round, while generating.
+        on_round (callable, *optional*):
+            called with a [`RoundRecord`] after every round, while generating.
 
     Example:
 

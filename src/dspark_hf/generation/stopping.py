@@ -1,4 +1,8 @@
-"""Stopping criteria inside a block: every committed token is judged as plain decoding would judge it."""
+"""
+Stopping criteria inside a block: every committed token is judged as plain decoding would judge it.
+"""
+
+from typing import Any
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -8,8 +12,9 @@ class TokenwiseStopping:
     """
     Applies stopping criteria token by token to a run of committed tokens.
 
-    Length and stop tokens are decided on the host from the tokens themselves; every other criterion, the user's
-    included, is called once per committed token with exactly the ids and scores it would see without speculation.
+    Length and stop tokens are decided on the host from the tokens themselves; every other
+    criterion, the user's included, is called once per committed token with exactly the ids and
+    scores it would see without speculation.
 
     Args:
         criteria (`StoppingCriteriaList`): as the host prepared them.
@@ -43,7 +48,7 @@ class TokenwiseStopping:
             Number of tokens to keep, at least 1, and whether generation is over.
         """
         length = input_ids.shape[1]
-        ids = torch.cat((input_ids, run), dim=1) if self._others else None
+        ids: Any = torch.cat((input_ids, run), dim=1) if self._others else None
         before = 0 if scores is None else len(scores) - len(tokens)
         for i, token in enumerate(tokens):
             is_done = token in self._stop_ids or (

@@ -1,11 +1,13 @@
 """
 Reading the tapped layers of a target with forward hooks.
 
-Hooks give the raw output of a decoder layer on every host version and also for the last layer, whose entry in
-`hidden_states` is normed. Only the tapped states are kept, and only until they are taken.
+Hooks give the raw output of a decoder layer on every host version and also for the last layer,
+whose entry in `hidden_states` is normed. Only the tapped states are kept, and only until they are
+taken.
 """
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -24,11 +26,15 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     found = [
         (name.count("."), name, module)
         for name, module in target.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth and "vision" not in name and "audio" not in name
+        if isinstance(module, nn.ModuleList)
+        and len(module) == depth
+        and "vision" not in name
+        and "audio" not in name
     ]
     if not found:
         raise ValueError(
-            f"Found no list of {depth} decoder layers in {type(target).__name__}, so its layers cannot be tapped. "
+            f"Found no list of {depth} decoder layers in {type(target).__name__}, so its layers "
+            "cannot be tapped. "
             "DSpark needs a decoder-only target built from a list of layers."
         )
     return min(found, key=lambda entry: entry[:2])[2]
@@ -38,8 +44,8 @@ class TargetTaps:
     """
     Collects tap outputs of the forwards that the opening thread runs on a target.
 
-    A context manager: hooks are installed on entering and removed on every way out. Other threads may use the
-    same target at the same time; their forwards are not seen.
+    A context manager: hooks are installed on entering and removed on every way out. Other threads
+    may use the same target at the same time; their forwards are not seen.
 
     Args:
         target (`PreTrainedModel`): the model to read.
@@ -81,30 +87,34 @@ class TargetTaps:
 
     def take(self, num_rows: int | None = None) -> torch.Tensor:
         """
-        Hand over what was read since the last call: `(R, T, n·H)` in tap order, T positions of all forwards.
+        Hand over what was read since the last call: `(R, T, n·H)` in tap order, T positions of all
+        forwards.
 
         Args:
             num_rows (`int`, *optional*): keep only the first so many positions.
         """
-        taps = [states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states]
+        taps = [
+            states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states
+        ]
         self.clear()
         lengths = [tap.shape[1] for tap in taps]
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"The tapped layers {self._layer_ids} returned {lengths} positions. The target shortens the sequence "
+                f"The tapped layers {self._layer_ids} returned {lengths} positions. The target "
+                "shortens the sequence "
                 "inside its layers, so their outputs cannot serve as context features."
             )
         device = taps[-1].device
         return torch.cat([tap[:, :num_rows].to(device) for tap in taps], dim=-1)
 
-    def _output_hook(self, states: list[torch.Tensor]):
+    def _output_hook(self, states: list[torch.Tensor]) -> Callable:
         def hook(module, args, output):
             if threading.get_ident() == self._thread:
                 states.append(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
-    def _input_hook(self, states: list[torch.Tensor]):
+    def _input_hook(self, states: list[torch.Tensor]) -> Callable:
         def hook(module, args, kwargs):
             if threading.get_ident() == self._thread:
                 states.append(args[0] if args else kwargs["hidden_states"])

@@ -1,9 +1,9 @@
 """
 Lossless verification of drafted tokens (paper section 3): tensors in, tensors out.
 
-R rows, L draft tokens sent to the target, V vocabulary. Target row k scores the position of draft token k, and
-row L the position behind the last one. Rows may submit different numbers of tokens: `verify_lengths` says how
-many of the L columns count, and what lies behind is never looked at.
+R rows, L draft tokens sent to the target, V vocabulary. Target row k scores the position of draft
+token k, and row L the position behind the last one. Rows may submit different numbers of tokens:
+`verify_lengths` says how many of the L columns count, and what lies behind is never looked at.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ class Verification:
     """
     Attributes:
         tokens (`torch.Tensor` of shape `(R, L + 1)`):
-            Accepted draft tokens followed by the target's own token; columns behind that are undefined.
+            Accepted draft tokens followed by the target's own token; columns behind that are
+            undefined.
         num_accepted (`torch.Tensor` of shape `(R,)`):
             Accepted draft tokens, 0 to `verify_lengths`; a row commits one token more.
         is_valid (`torch.Tensor` of shape `(R,)`):
-            False where the target gave no distribution (NaN). Left to the caller to read, together with the
-            tokens, because reading it waits for the device.
+            False where the target gave no distribution (NaN). Left to the caller to read, together
+            with the tokens, because reading it waits for the device.
     """
 
     tokens: torch.Tensor
@@ -35,7 +36,8 @@ def verify_greedy(
     target_logits: torch.Tensor, draft_tokens: torch.Tensor, verify_lengths: torch.Tensor
 ) -> Verification:
     """
-    Accept drafts while they are the target's argmax; the token behind them is the target's argmax too.
+    Accept drafts while they are the target's argmax; the token behind them is the target's argmax
+    too.
 
     Args:
         target_logits (`torch.Tensor` of shape `(R, L + 1, V)`): processed logits of the target.
@@ -54,14 +56,16 @@ def verify_sampling(
     verify_lengths: torch.Tensor,
 ) -> Verification:
     """
-    Accept token x with probability min(1, p(x) / q(x)); at the first rejection draw from the normalised
-    max(0, p - q), and from p if nothing was rejected. The emitted tokens are distributed as p.
+    Accept token x with probability min(1, p(x) / q(x)); at the first rejection draw from the
+    normalised max(0, p - q), and from p if nothing was rejected. The emitted tokens are distributed
+    as p.
 
     Args:
         target_probs (`torch.Tensor` of shape `(R, L + 1, V)`): p, after all processors.
         draft_tokens (`torch.Tensor` of shape `(R, L)`): drafted tokens.
         draft_probs (`torch.Tensor` of shape `(R, L, V)`, *optional*):
-            q, exactly what each token was drawn from; `None` if tokens were chosen without chance (q is one-hot).
+            q, exactly what each token was drawn from; `None` if tokens were chosen without chance
+            (q is one-hot).
         verify_lengths (`torch.Tensor` of shape `(R,)`): submitted tokens per row, at most L.
     """
     # A softmax over anything that is not a distribution is NaN everywhere.
@@ -90,8 +94,8 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     Normalised max(0, p - q) over the last axis, for `(R, V)` distributions.
 
-    Where p and q agree, a rejection has probability zero and the residual no mass; rounding can still bring one
-    about, and then p itself is the right distribution to draw from.
+    Where p and q agree, a rejection has probability zero and the residual no mass; rounding can
+    still bring one about, and then p itself is the right distribution to draw from.
     """
     difference = (p - q).clamp(min=0)
     mass = difference.sum(dim=-1, keepdim=True)
@@ -102,8 +106,8 @@ def threshold_lengths(confidence_logits: torch.Tensor, threshold: float) -> torc
     """
     How many draft tokens to submit when the first one below the threshold cuts the block.
 
-    The confidence of token k depends on tokens before k only, so whether token k is submitted does not depend on
-    token k, and cutting leaves the output distribution as it is (section 3.2.2).
+    The confidence of token k depends on tokens before k only, so whether token k is submitted does
+    not depend on token k, and cutting leaves the output distribution as it is (section 3.2.2).
 
     Args:
         confidence_logits (`torch.Tensor` of shape `(R, γ)`): conditional confidence, as logits.
@@ -121,4 +125,3 @@ def _leading(flags: torch.Tensor, limit: torch.Tensor | int) -> torch.Tensor:
     if isinstance(limit, torch.Tensor):
         return torch.minimum(count, limit.to(count))
     return count.clamp(max=limit)
-

@@ -1,1 +1,4 @@
-"""Reading drafter checkpoints: files, dialects, tensors. One layout is written (ours), several are read."""
+"""
+Reading drafter checkpoints: files, dialects, tensors. One layout is written (ours), several are
+read.
+"""

@@ -38,7 +38,8 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     Read and check everything but the weights.
 
     Args:
-        cls (`type`): the drafter class, built on the meta device to know which tensors belong to it.
+        cls (`type`):
+            the drafter class, built on the meta device to know which tensors belong to it.
         source (`str`): folder or Hub id.
         download_weights (`bool`): fetch weight files, or only their headers.
 
@@ -55,18 +56,27 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     return CheckpointFacts(source, dialect, raw, config, tensors)
 
 
-def check_tensors(cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo], source: str) -> None:
-    """Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the differences."""
+def check_tensors(
+    cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo], source: str
+) -> None:
+    """
+    Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
+    differences.
+    """
     quantised = sorted(name for name, info in tensors.items() if info.dtype not in FLOAT_BYTES)
     if quantised:
         raise ValueError(
-            f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for example "
-            f"{quantised[0]}. Quantised drafters of this layout are not read; use the unquantised checkpoint."
+            f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for "
+            "example "
+            f"{quantised[0]}. Quantised drafters of this layout are not read; use the unquantised "
+            "checkpoint."
         )
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
     problems = [f"missing {name} {expected[name]}" for name in sorted(set(expected) - set(tensors))]
-    problems += [f"unexpected {name} {tensors[name].shape}" for name in sorted(set(tensors) - set(expected))]
+    problems += [
+        f"unexpected {name} {tensors[name].shape}" for name in sorted(set(tensors) - set(expected))
+    ]
     problems += [
         f"{name} has shape {tensors[name].shape}, config.json asks for {expected[name]}"
         for name in sorted(set(expected) & set(tensors))
@@ -81,15 +91,25 @@ def check_tensors(cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo
 
 
 def load_drafter(
-    cls: type, host_from_pretrained: Callable[..., Any], source: str | os.PathLike, *args: Any, **kwargs: Any
+    cls: type,
+    host_from_pretrained: Callable[..., Any],
+    source: str | os.PathLike,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`DSparkDrafter.from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
     if kwargs.get("trust_remote_code"):
-        raise ValueError("trust_remote_code=True is not supported: this library never runs code of a repository.")
+        raise ValueError(
+            "trust_remote_code=True is not supported: this library never runs code of a repository."
+        )
     if kwargs.get("use_safetensors") is False:
-        raise ValueError("use_safetensors=False is not supported: only safetensors weights are read.")
+        raise ValueError(
+            "use_safetensors=False is not supported: only safetensors weights are read."
+        )
     if kwargs.get("quantization_config") is not None:
-        raise ValueError("Drafters are not quantised on loading; leave quantization_config to the target.")
+        raise ValueError(
+            "Drafters are not quantised on loading; leave quantization_config to the target."
+        )
     source = os.fspath(source)
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     facts = read_facts(cls, source, download_weights=True, **hub)
@@ -97,11 +117,17 @@ def load_drafter(
     given = kwargs.pop("config", None)
     config = given if isinstance(given, DSparkConfig) and facts.dialect == DSPARK else facts.config
     want_info = kwargs.pop("output_loading_info", False)
-    drafter, info = host_from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
+    drafter, info = host_from_pretrained(
+        source, *args, config=config, output_loading_info=True, **kwargs
+    )
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ValueError(f"{source}: the host library did not find {missing} when loading; it would be random.")
+        raise ValueError(
+            f"{source}: the host library did not find {missing} when loading; it would be random."
+        )
     generation_config = fetch_optional(source, GENERATION_CONFIG_NAME, **hub)
     if generation_config is not None:
-        drafter.generation_config = GenerationConfig.from_pretrained(os.path.dirname(generation_config))
+        drafter.generation_config = GenerationConfig.from_pretrained(
+            os.path.dirname(generation_config)
+        )
     return (drafter, info) if want_info else drafter

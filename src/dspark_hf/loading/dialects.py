@@ -1,8 +1,9 @@
 """
 Which layout a checkpoint is in, and its facts in our normal form.
 
-Detection looks at the raw config.json (and at tensor names where they are known) in a fixed order, because the
-same strings mean different things in different layouts. Nothing is guessed: an unknown layout is refused.
+Detection looks at the raw config.json (and at tensor names where they are known) in a fixed order,
+because the same strings mean different things in different layouts. Nothing is guessed: an unknown
+layout is refused.
 """
 
 from collections.abc import Collection
@@ -15,7 +16,8 @@ DEEPSPEC = "deepspec"
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
 
-# Host model types under which DeepSpec drafters are published (the config is a copy of the target's).
+# Host model types under which DeepSpec drafters are published (the config is a copy of the
+# target's).
 _DEEPSPEC_MODEL_TYPES = {
     "qwen3": ("qwen3",),
     "gemma4_text": ("gemma4_text", "gemma4_unified_text"),
@@ -83,7 +85,9 @@ _DEEPSPEC_TRAINING_KEYS = ("num_anchors", "target_model_type", "target_text_mode
 
 
 class UnsupportedCheckpointError(ValueError):
-    """The checkpoint is not a drafter layout that this version reads; the message names what it is."""
+    """
+    The checkpoint is not a drafter layout that this version reads; the message names what it is.
+    """
 
 
 def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[str] = ()) -> str:
@@ -105,13 +109,15 @@ def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[st
         return DEEPSPEC
     if refusal is None:
         refusal = (
-            f"an unknown layout (architectures {raw.get('architectures')!r}, model_type {raw.get('model_type')!r}). "
+            f"an unknown layout (architectures {raw.get('architectures')!r}, model_type "
+            f"{raw.get('model_type')!r}). "
             "If it is an ordinary model, load it with AutoModelForCausalLM"
         )
         if "auto_map" in raw:
             refusal += "; it ships its own code, and this library never runs code of a repository"
     raise UnsupportedCheckpointError(
-        f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark and DFlash drafters "
+        f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark and DFlash "
+        "drafters "
         f"({', '.join(DEEPSPEC_BACKBONES)})."
     )
 
@@ -123,11 +129,14 @@ def is_foreign_drafter(raw: dict[str, Any]) -> bool:
     return _architecture(raw) in DEEPSPEC_BACKBONES or _foreign_dialect(raw, ()) is not None
 
 
-def normalise(raw: dict[str, Any], dialect: str, source: str, tensor_names: Collection[str]) -> DSparkConfig:
+def normalise(
+    raw: dict[str, Any], dialect: str, source: str, tensor_names: Collection[str]
+) -> DSparkConfig:
     """
     The checkpoint's facts as a [`DSparkConfig`].
 
-    Embedding, head and confidence bias are decided by the presence of their tensors, in every dialect.
+    Embedding, head and confidence bias are decided by the presence of their tensors, in every
+    dialect.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
@@ -140,11 +149,12 @@ def normalise(raw: dict[str, Any], dialect: str, source: str, tensor_names: Coll
         _require(raw, ("markov_head_type",), source)
     if has_confidence:
         _require(raw, ("confidence_head_with_markov",), source)
-    architecture = DEEPSPEC_BACKBONES[_architecture(raw)]
+    architecture = DEEPSPEC_BACKBONES[raw["architectures"][0]]
     if raw.get("model_type") not in _DEEPSPEC_MODEL_TYPES[architecture]:
         raise ValueError(
             f"{source}: architecture {_architecture(raw)} goes with model_type "
-            f"{' or '.join(_DEEPSPEC_MODEL_TYPES[architecture])}, found {raw.get('model_type')!r}. The config.json "
+            f"{' or '.join(_DEEPSPEC_MODEL_TYPES[architecture])}, found "
+            f"{raw.get('model_type')!r}. The config.json "
             "was edited or belongs to another checkpoint."
         )
     build = _qwen3_backbone if architecture == "qwen3" else _gemma4_backbone
@@ -162,7 +172,9 @@ def normalise(raw: dict[str, Any], dialect: str, source: str, tensor_names: Coll
         confidence_head=has_confidence,
         confidence_head_with_markov=has_confidence and bool(raw["confidence_head_with_markov"]),
         confidence_head_bias="confidence_head.proj.bias" in tensor_names,
-        final_logit_softcapping=raw.get("final_logit_softcapping") if architecture == "gemma4_text" else None,
+        final_logit_softcapping=raw.get("final_logit_softcapping")
+        if architecture == "gemma4_text"
+        else None,
         stores_input_embeddings="embed_tokens.weight" in tensor_names,
         stores_output_embeddings="lm_head.weight" in tensor_names,
         architectures=["DSparkDrafter"],
@@ -176,8 +188,20 @@ def ignored_keys(raw: dict[str, Any], dialect: str) -> list[str]:
     if dialect == DSPARK:
         return []
     read = set(_QWEN3_KEYS + _GEMMA4_KEYS + _REQUIRED_DRAFTER_KEYS + _DEEPSPEC_TRAINING_KEYS)
-    read |= {"architectures", "model_type", "markov_head_type", "confidence_head_with_markov", "dtype"}
-    read |= {"torch_dtype", "final_logit_softcapping", "bos_token_id", "eos_token_id", "pad_token_id"}
+    read |= {
+        "architectures",
+        "model_type",
+        "markov_head_type",
+        "confidence_head_with_markov",
+        "dtype",
+    }
+    read |= {
+        "torch_dtype",
+        "final_logit_softcapping",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
     return sorted(set(raw) - read)
 
 
@@ -187,11 +211,15 @@ def _architecture(raw: dict[str, Any]) -> str | None:
 
 
 def _foreign_dialect(raw: dict[str, Any], tensor_names: Collection[str]) -> str | None:
-    """Rules 1 to 11 of the detection order, for layouts that are recognised in order to be refused."""
+    """
+    Rules 1 to 11 of the detection order, for layouts that are recognised in order to be refused.
+    """
     architecture, dflash = _architecture(raw), raw.get("dflash_config")
     dflash = dflash if isinstance(dflash, dict) else {}
     if "speculators_model_type" in raw:
-        return f"a speculators checkpoint (speculators_model_type {raw['speculators_model_type']!r})"
+        return (
+            f"a speculators checkpoint (speculators_model_type {raw['speculators_model_type']!r})"
+        )
     if any(key.startswith("dspark_") for key in raw) or any(
         name.startswith(("mtp.", "mtp_dspark.")) for name in tensor_names
     ):
@@ -203,7 +231,8 @@ def _foreign_dialect(raw: dict[str, Any], tensor_names: Collection[str]) -> str 
     ):
         return f"a DeepSpec Eagle3 drafter ({architecture})"
     if "projector_type" in dflash:
-        return f"a drafter with dflash_config.projector_type {dflash['projector_type']!r} (SpecForge or ModelOpt)"
+        projector = dflash["projector_type"]
+        return f"a drafter with dflash_config.projector_type {projector!r} (SpecForge or ModelOpt)"
     named = {
         "Lfm2DSparkDraftModel": "a LiquidAI LFM2 DSpark drafter",
         "K3DSparkModel": "a Kimi K3 DSpark drafter",
@@ -234,7 +263,8 @@ def _require(raw: dict[str, Any], keys: Collection[str], source: str) -> None:
     missing = [key for key in keys if raw.get(key) is None]
     if missing:
         raise ValueError(
-            f"{source}: config.json lacks {', '.join(missing)}. These were fixed when the drafter was trained and "
+            f"{source}: config.json lacks {', '.join(missing)}. These were fixed when the drafter "
+            "was trained and "
             "are not guessed; take them from the original checkpoint."
         )
 
@@ -244,7 +274,8 @@ def _qwen3_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     if rope.get("rope_theta") is None and raw.get("rope_theta") is None:
         raise ValueError(
-            f"{source}: config.json states no rope_theta (looked in rope_parameters, rope_scaling and at top level). "
+            f"{source}: config.json states no rope_theta (looked in rope_parameters, rope_scaling "
+            "and at top level). "
             "It must be the value the drafter was trained with; add it."
         )
     layer_types = raw.get("layer_types") or []
@@ -259,7 +290,8 @@ def _qwen3_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
 def _gemma4_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if raw.get("enable_moe_block") or raw.get("hidden_size_per_layer_input"):
         raise ValueError(
-            f"{source}: Gemma 4 drafters have no MoE blocks and no per-layer inputs, but config.json says "
+            f"{source}: Gemma 4 drafters have no MoE blocks and no per-layer inputs, but "
+            "config.json says "
             f"enable_moe_block={raw.get('enable_moe_block')}, "
             f"hidden_size_per_layer_input={raw.get('hidden_size_per_layer_input')}."
         )
@@ -269,11 +301,13 @@ def _gemma4_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
     rope = raw["rope_parameters"].get("full_attention")
     if not isinstance(rope, dict) or rope.get("rope_theta") is None:
         raise ValueError(
-            f"{source}: rope_parameters.full_attention.rope_theta is missing; Gemma 4 draft layers are full-attention "
+            f"{source}: rope_parameters.full_attention.rope_theta is missing; Gemma 4 draft "
+            "layers are full-attention "
             "layers and need it."
         )
     fields = {key: raw[key] for key in _GEMMA4_KEYS if key in raw}
-    # The reference builds every draft layer as a full-attention layer, whatever the target's pattern is.
+    # The reference builds every draft layer as a full-attention layer, whatever the target's
+    # pattern is.
     fields["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
     fields["rope_parameters"] = {"full_attention": rope}
     return {

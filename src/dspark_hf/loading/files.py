@@ -1,4 +1,7 @@
-"""Finding a checkpoint's files in a folder or on the Hub, and reading safetensors headers without weights."""
+"""
+Finding a checkpoint's files in a folder or on the Hub, and reading safetensors headers without
+weights.
+"""
 
 import json
 import math
@@ -11,7 +14,15 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
 
 # Bytes per element of the types a drafter may be stored in. Anything else is quantised.
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
@@ -36,7 +47,9 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
     """
     path = _fetch(source, "config.json", **hub)
     if path is None:
-        raise OSError(f"{source} has no config.json, so it is not a model checkpoint. Check the path or id.")
+        raise OSError(
+            f"{source} has no config.json, so it is not a model checkpoint. Check the path or id."
+        )
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -74,7 +87,8 @@ def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
     if index is not None and set(index) != set(tensors):
         odd = sorted(set(index) ^ set(tensors))
         raise ValueError(
-            f"{index_path} and its shards disagree about {len(odd)} tensors, for example {odd[0]}. The files come "
+            f"{index_path} and its shards disagree about {len(odd)} tensors, for example "
+            f"{odd[0]}. The files come "
             "from different saves; download or save the checkpoint again."
         )
     return tensors
@@ -92,11 +106,15 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorInfo]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ValueError(damaged.format(f"its header claims {length} bytes, the file has {size}"))
+            raise ValueError(
+                damaged.format(f"its header claims {length} bytes, the file has {size}")
+            )
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            end = (
+                8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            )
             tensors = {
                 name: TensorInfo(entry["dtype"], tuple(entry["shape"]), os.path.basename(path))
                 for name, entry in header.items()
@@ -113,7 +131,9 @@ def read_tensors_remotely(source: str, **hub: Any) -> dict[str, TensorInfo]:
     if os.path.isdir(source):
         return read_tensors(source, **hub)
     try:
-        metadata = get_safetensors_metadata(source, revision=hub.get("revision"), token=hub.get("token"))
+        metadata = get_safetensors_metadata(
+            source, revision=hub.get("revision"), token=hub.get("token")
+        )
     except NotASafetensorsRepoError as error:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False)) from error
     return {
@@ -134,16 +154,23 @@ def _read_index(path: str) -> dict[str, str]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("an empty weight_map")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a safetensors index ({error}). Download the file again.") from error
+        raise ValueError(
+            f"{path} is not a safetensors index ({error}). Download the file again."
+        ) from error
     return weight_map
 
 
 def _missing_weights(source: str, name: str, indexed: bool) -> str:
     if indexed:
-        return f"{source} is incomplete: its index lists {name}, and that file is missing. Download it again."
+        return (
+            f"{source} is incomplete: its index lists {name}, and that file is missing. "
+            "Download it again."
+        )
     return (
-        f"{source} has no {name}. Only safetensors weights are read; pickled ones (pytorch_model.bin, *.pt) are "
-        "not opened, because loading them can run code. Ask the author for safetensors, or convert the file in "
+        f"{source} has no {name}. Only safetensors weights are read; pickled ones "
+        "(pytorch_model.bin, *.pt) are "
+        "not opened, because loading them can run code. Ask the author for safetensors, or "
+        "convert the file in "
         "an environment you trust."
     )
 
@@ -153,10 +180,13 @@ def _fetch(source: str, name: str, **hub: Any) -> str | None:
         path = os.path.join(source, hub.get("subfolder") or "", name)
         return path if os.path.isfile(path) else None
     if os.path.exists(source):
-        raise OSError(f"{source} is a file; give the folder that holds config.json and the weights.")
+        raise OSError(
+            f"{source} is a file; give the folder that holds config.json and the weights."
+        )
     try:
         return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
     except PermissionError as error:
         raise OSError(
-            f"The Hub cache cannot be written ({error}). Pass cache_dir=… or set HF_HOME to a writable folder."
+            f"The Hub cache cannot be written ({error}). Pass cache_dir=… or set HF_HOME to a "
+            "writable folder."
         ) from error

@@ -11,7 +11,8 @@ from pathlib import Path
 @contextmanager
 def save_atomically(directory: str | os.PathLike) -> Iterator[Path]:
     """
-    Yield an empty folder beside `directory`; what is written there moves into `directory` at the end.
+    Yield an empty folder beside `directory`; what is written there moves into `directory` at the
+    end.
 
     Raises:
         `OSError`: writing failed (full disk, no permission). `directory` is then as it was before.
@@ -30,7 +31,8 @@ def save_atomically(directory: str | os.PathLike) -> Iterator[Path]:
         if created:
             shutil.rmtree(target, ignore_errors=True)
         raise OSError(
-            f"Saving to {target} failed ({error}). Nothing was left there; free some space or choose another "
+            f"Saving to {target} failed ({error}). Nothing was left there; free some space or "
+            "choose another "
             "folder and save again."
         ) from error
     finally:

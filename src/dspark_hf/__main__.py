@@ -1,0 +1,5 @@
+"""`python -m dspark_hf` is `dspark-hf`."""
+
+from .cli.app import main
+
+main()

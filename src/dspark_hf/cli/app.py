@@ -1,0 +1,174 @@
+"""Commands of `dspark-hf`: arguments in, calls into the library, tables out."""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="dspark-hf",
+    help="DSpark speculative decoding inside Hugging Face generate().",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+
+class Dtype(StrEnum):
+    """Precisions that a target is loaded in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    auto = "auto"
+
+
+Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
+Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result as JSON here.")]
+
+
+def main() -> None:
+    """Entry point: expected failures end in one line on stderr, not in a traceback."""
+    try:
+        app()
+    except (OSError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
+        errors.print(str(error), markup=False, highlight=False)
+        sys.exit(1)
+
+
+@app.command()
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Annotated[str, typer.Argument(help="User message, or raw text with --raw.")],
+    max_new_tokens: NewTokens = 256,
+    dtype: DtypeOption = Dtype.auto,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens verified.")] = None,
+    threshold: Annotated[float, typer.Option(help="Confidence that cuts a block; 0 is off.")] = 0.0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Time a plain run as well.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """Generate text; accepted draft tokens are green."""
+    from .generating import run_generate
+    from .models import load_pair
+
+    pair = load_pair(target, drafter, dtype.value, threads)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    if num_draft_tokens is not None:
+        options["num_assistant_tokens"] = num_draft_tokens
+    options["dspark_confidence_threshold"] = threshold
+    run_generate(console, pair, pair.encode(prompt, raw), options, compare)
+
+
+@app.command()
+def inspect(
+    source: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
+    revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a drafter checkpoint is, reading only its config and tensor headers."""
+    from ..loading.description import describe
+    from .tables import description_table
+
+    description = describe(source, **({"revision": revision} if revision else {}))
+    if as_json:
+        typer.echo(json.dumps(description, indent=2))
+    else:
+        console.print(description_table(description))
+
+
+@app.command()
+def check(
+    target: Target,
+    drafter: Drafter,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 4,
+    max_new_tokens: NewTokens = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Low precision to check.")] = Dtype.bfloat16,
+    draws: Annotated[int, typer.Option(min=0, help="Sampled continuations; 0 skips.")] = 200,
+    threads: Threads = 0,
+    json_path: Json = None,
+) -> None:
+    """Check that this pair is lossless here. Exits with 1 if it is not."""
+    from .checking import run_check
+
+    result = run_check(
+        console,
+        target,
+        drafter,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        low_dtype=dtype.value,
+        draws=draws,
+        threads=threads,
+    )
+    _write_json(json_path, result)
+    raise typer.Exit(0 if result["lossless"] else 1)
+
+
+@app.command()
+def bench(
+    target: Target,
+    drafter: Drafter,
+    prompts: Annotated[list[Path], typer.Option(help="JSONL files, one per set; repeatable.")],
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per set.")] = 5,
+    max_new_tokens: NewTokens = 128,
+    dtype: DtypeOption = Dtype.bfloat16,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    threshold: Annotated[float, typer.Option(help="Confidence that cuts a block; 0 is off.")] = 0.0,
+    threads: Threads = 1,
+    json_path: Json = None,
+) -> None:
+    """Compare plain decoding, prompt look-up and the drafter on the same prompts, interleaved."""
+    from .benchmarking import run_bench
+    from .tables import bench_table
+
+    result = run_bench(
+        target,
+        drafter,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype.value,
+        temperature=temperature,
+        threshold=threshold,
+        threads=threads,
+    )
+    console.print(bench_table(result))
+    _write_json(json_path, result)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[
+        str, typer.Argument(help="User message.")
+    ] = "Write a Python function that checks whether a string is a palindrome.",
+    max_new_tokens: NewTokens = 128,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: Threads = 1,
+) -> None:
+    """Answer a prompt with and without the drafter that ships with this package."""
+    from .demonstrating import run_demo
+
+    run_demo(console, prompt, max_new_tokens, dtype.value, threads)
+
+
+def _write_json(path: Path | None, result: dict) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        console.print(f"written: {path}")

@@ -1,0 +1,73 @@
+"""Results as tables for a terminal."""
+
+from typing import Any
+
+from rich.table import Table
+
+_LABELS = {
+    "dialect": "layout of the files",
+    "block_size": "γ, drafted tokens",
+    "block_width": "block slots",
+    "anchor_predicts": "anchor slot predicts",
+    "target_layer_ids": "taps",
+    "num_target_layers": "target depth",
+    "target_hidden_size": "target hidden size",
+    "vocab_size": "vocabulary",
+    "bound_from_target": "taken from the target",
+    "num_parameters": "parameters stored",
+    "num_bytes": "size",
+    "ignored_config_keys": "config keys not read",
+}
+
+
+def description_table(description: dict[str, Any]) -> Table:
+    """What `inspect` found."""
+    table = Table(title=description["source"], show_header=False, title_justify="left")
+    for name, value in description.items():
+        if name == "source":
+            continue
+        if name == "num_bytes":
+            shown = f"{value / 1e6:,.1f} MB"
+        elif name == "num_parameters":
+            shown = f"{value:,}"
+        elif isinstance(value, list):
+            shown = ", ".join(map(str, value)) or "nothing"
+        else:
+            shown = str(value)
+        table.add_row(_LABELS.get(name, name.replace("_", " ")), shown)
+    return table
+
+
+def bench_table(result: dict[str, Any]) -> Table:
+    """One line a set: τ, speeds, ratios."""
+    machine = result["machine"]
+    table = Table(
+        title=(
+            f"{machine['processor']}, {machine['threads']} thread(s), {machine['dtype']}, "
+            f"{result['max_new_tokens']} new tokens, temperature {result['temperature']:g}"
+        ),
+        title_justify="left",
+    )
+    for heading in (
+        "set",
+        "prompts",
+        "τ",
+        "plain tok/s",
+        "look-up ×",
+        "drafter ×",
+        "loop eff.",
+        "gap",
+    ):
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for row in [*result["sets"], result["total"]]:
+        table.add_row(
+            row["name"],
+            str(row["num_prompts"]),
+            f"{row['accepted_length']:.2f}",
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['lookup_speedup']:.2f}",
+            f"{row['drafter_speedup']:.2f}",
+            f"{row['loop_efficiency']:.2f}",
+            "–" if row["worst_gap"] is None else f"{row['worst_gap']:.3f}",
+        )
+    return table
