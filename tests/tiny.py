@@ -7,6 +7,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -21,7 +23,14 @@ from transformers import (
 from dspark_hf import DSparkConfig, DSparkDrafter
 
 VOCAB, HIDDEN, DEPTH, MASK_ID, EOS_ID = 97, 32, 4, 96, 2
-FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "mistral_swa")
+FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "gemma3", "mistral_swa")
+# Gemma 2 caps its attention logits, which the host computes in eager mode only.
+FAMILIES_AND_KERNELS = [
+    (family, attention)
+    for family in FAMILIES
+    for attention in ("sdpa", "eager")
+    if (family, attention) != ("gemma2", "sdpa")
+]
 
 
 def make_target(
@@ -32,8 +41,8 @@ def make_target(
     **overrides,
 ):
     """
-    A random target whose greedy text varies; `gemma2` caps logits, `mistral_swa` slides over 8
-    positions.
+    A random target whose greedy text varies; Gemma 2 caps its logits;
+    the last three families slide over 8 positions.
     """
     torch.manual_seed(seed)
     shared = {
@@ -78,7 +87,20 @@ def make_target(
                     "query_pre_attn_scalar": 16,
                     "sliding_window": 8,
                     "final_logit_softcapping": 5.0,
-                    "attn_logit_softcapping": None,
+                    "attn_logit_softcapping": 20.0,
+                    "attn_implementation": "eager",
+                    **overrides,
+                }
+            )
+        ),
+        "gemma3": lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **{
+                    **shared,
+                    **dense,
+                    "query_pre_attn_scalar": 16,
+                    "sliding_window": 8,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2,
                     **overrides,
                 }
             )

@@ -54,6 +54,8 @@ class DSparkConfig(PreTrainedConfig):
             Whether the checkpoint carries its own embedding; otherwise the target's is bound.
         stores_output_embeddings (`bool`, *optional*, defaults to `True`):
             Whether the checkpoint carries its own output head; otherwise the target's is bound.
+        bos_token_id, eos_token_id, pad_token_id (*optional*):
+            The target's special tokens when the drafter was trained; compared, never used.
     """
 
     model_type = "dspark"
@@ -77,6 +79,9 @@ class DSparkConfig(PreTrainedConfig):
         final_logit_softcapping: float | None = None,
         stores_input_embeddings: bool = True,
         stores_output_embeddings: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
         **kwargs: Any,
     ):
         if isinstance(backbone_config, dict):
@@ -98,6 +103,9 @@ class DSparkConfig(PreTrainedConfig):
         self.final_logit_softcapping = final_logit_softcapping
         self.stores_input_embeddings = stores_input_embeddings
         self.stores_output_embeddings = stores_output_embeddings
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
         # The drafter's embedding and head are the target's; whether the target ties them is its
         # business.
         kwargs["tie_word_embeddings"] = False

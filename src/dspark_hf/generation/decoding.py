@@ -175,7 +175,8 @@ class _DecodingLoop:
         logits = outputs.logits[:, -1].to(
             copy=True, dtype=torch.float32, device=self.input_ids.device
         )
-        scores = self.logits_processor(self.input_ids, logits)
+        # Processors may write in place, and raw logits are an output of their own.
+        scores = self.logits_processor(self.input_ids, logits.clone())
         token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
         self.outputs.add_prefill(outputs, logits, scores)
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
