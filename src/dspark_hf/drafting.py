@@ -45,6 +45,7 @@ class DraftContext:
         cache (`Cache`): keys and values of the context, per draft layer.
         input_embeddings, output_embeddings (`nn.Module`):
             The embedding and the head that this context drafts with.
+        is_checked (`bool`): whether the first logits drafted from it were found to be numbers.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class DraftContext:
         self.cache = Cache(layers=[ContextLayer(window) for window in windows])
         self.input_embeddings = input_embeddings
         self.output_embeddings = output_embeddings
+        self.is_checked = False
 
     @property
     def position(self) -> int:

@@ -65,8 +65,9 @@ def first_divergence(
 def pair_probabilities(
     target: Any, input_ids: torch.Tensor, top_k: int
 ) -> dict[tuple[int, int], float]:
-    """Exact probabilities of the next two tokens `(x, y)` after `(1, P)` ids under top-k "
-    "sampling."""
+    """
+    Exact probabilities of the next two tokens `(x, y)` after `(1, P)` ids under top-k sampling.
+    """
 
     def next_token(ids: torch.Tensor) -> tuple[list[int], list[float]]:
         best = target(ids).logits[0, -1].float().topk(top_k)

@@ -113,12 +113,17 @@ class DSparkDrafter(DSparkPreTrainedModel):
         if target is not None:
             input_embeddings = input_embeddings or target.get_input_embeddings()
             output_embeddings = output_embeddings or target.get_output_embeddings()
-        if input_embeddings is not None and self.embed_tokens is not None:
+        shares_input = input_embeddings is not None and self.embed_tokens is not None
+        shares_output = output_embeddings is not None and self.lm_head is not None
+        if shares_input:
             _check_identical("embedding", self.embed_tokens, input_embeddings)
+        if shares_output:
+            _check_identical("output head", self.lm_head, output_embeddings)
+        # Both are checked before one is given up.
+        if shares_input:
             self.embed_tokens = None
             self.config.stores_input_embeddings = False
-        if output_embeddings is not None and self.lm_head is not None:
-            _check_identical("output head", self.lm_head, output_embeddings)
+        if shares_output:
             self.lm_head = None
             self.config.stores_output_embeddings = False
         self._bound = (input_embeddings or self._bound[0], output_embeddings or self._bound[1])
@@ -220,6 +225,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 embedded.append(self.markov_head.embed(previous))
                 bias, state = self.markov_head.step(previous, hidden[:, k], state)
                 scores = scores + bias.float()
+            if not context.is_checked:
+                _refuse_nan(scores, base_logits)
+                context.is_checked = True
             if logits_processor:
                 # Processors may write in place.
                 scores = logits_processor(path, scores.clone())
@@ -344,6 +352,16 @@ class DSparkDrafter(DSparkPreTrainedModel):
             self.push_to_hub(
                 kwargs.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
             )
+
+
+def _refuse_nan(*logits: torch.Tensor) -> None:
+    # Once per context: it waits for the device, and a drafter that is broken is so from the start.
+    if any(bool(torch.isnan(part).any()) for part in logits):
+        raise ValueError(
+            "The drafter's logits contain NaN. Its weights or its dtype do not fit this target: "
+            "load "
+            "it with the target's dtype, and check the checkpoint with `dspark-hf inspect`."
+        )
 
 
 def _device_of(module: nn.Module, default: torch.device) -> torch.device:

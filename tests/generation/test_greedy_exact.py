@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+
+from dspark_hf import collect_statistics
 from tiny import (
     FAMILIES,
     FAMILIES_AND_KERNELS,
@@ -12,8 +14,6 @@ from tiny import (
     make_scripted,
     make_target,
 )
-
-from dspark_hf import collect_statistics
 
 NEW_TOKENS = 24
 
@@ -146,7 +146,8 @@ def test_every_head_and_bound_or_stored_embeddings(markov, stored):
 
 
 def test_taps_at_both_ends():
-    """B067, B068: the input of the first layer and the raw output of the last are taps like others."""
+    """B067, B068: the input of the first layer and the raw output of the last are taps like "
+    "others."""
     prompt, expected = reference("qwen3", "sdpa", 6, NEW_TOKENS)
     drafter = make_drafter(taps=(-1, 3))
     assert torch.equal(run(target_of("qwen3"), prompt, drafter, NEW_TOKENS)[0], expected)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny import MASK_ID, make_drafter, make_prompt, make_scripted, make_target
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 from dspark_hf import collect_statistics
+from tiny import MASK_ID, make_drafter, make_prompt, make_scripted, make_target
 
 NEW_TOKENS = 20
 PROMPT = make_prompt(6)
@@ -169,7 +169,8 @@ def test_processors_that_write_in_place():
     ids=lambda options: "-".join(options),
 )
 def test_sampling_runs_with(options):
-    """B005, B020, B039: it samples, it speculates, the text varies. Distributions: test_sampling."""
+    """B005, B020, B039: it samples, it speculates, the text varies. Distributions: "
+    "test_sampling."""
     target, drafter = make_target("qwen3", initializer_range=0.1), make_drafter()
     texts = set()
     with collect_statistics() as statistics:

@@ -1,14 +1,15 @@
 """Where generation ends: the same token as in plain decoding, wherever in a block it falls."""
 
 import functools
+import string
 
 import pytest
 import torch
-from tiny import make_drafter, make_prompt, make_scripted, make_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 from dspark_hf import collect_statistics
+from tiny import make_drafter, make_prompt, make_scripted, make_target
 
 PROMPT = make_prompt(6)
 GAMMA = 6
@@ -22,11 +23,13 @@ def unstopped():
 @functools.cache
 def character_tokenizer():
     """One character per id, so that stop strings can end anywhere in a block."""
-    vocabulary = {chr(0x100 + i): i for i in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0x100)))
+    # The host's stop-string matcher probes a tokenizer with "abcdef".
+    characters = string.ascii_letters + string.digits + "".join(map(chr, range(0x400, 0x423)))
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=chr(0x100))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a")
 
 
 def generate(num_right=GAMMA, drafter=None, **options):
@@ -65,9 +68,9 @@ def test_no_stop_token_at_all():
 def test_stop_strings_end_where_plain_decoding_ends(offset, num_right):
     """B023, B024: `tokenizer=` alone suffices, at every offset of the string's end."""
     tokenizer = character_tokenizer()
-    string = tokenizer.decode(unstopped()[0, 6 + offset - 1 : 6 + offset + 1].tolist())
-    assert len(string) == 2
-    plain, drafted, _ = generate(num_right, stop_strings=[string], tokenizer=tokenizer)
+    ending = tokenizer.decode(unstopped()[0, 6 + offset - 1 : 6 + offset + 1].tolist())
+    assert len(ending) == 2
+    plain, drafted, _ = generate(num_right, stop_strings=[ending], tokenizer=tokenizer)
     assert torch.equal(drafted, plain)
     assert drafted.shape[1] <= 6 + offset + 1 < 30
 
@@ -90,9 +93,7 @@ class Recording(StoppingCriteria):
 @pytest.mark.parametrize("with_scores", [False, True])
 def test_user_criteria_are_asked_once_per_token(stop_after, with_scores):
     """B023 and M4: no overshoot inside a block; ids and scores as in plain decoding."""
-    options = (
-        {"return_dict_in_generate": True, "output_scores": True} if with_scores else {}
-    )
+    options = {"return_dict_in_generate": True, "output_scores": True} if with_scores else {}
     asked = []
     for assistant in (None, make_scripted(make_drafter(block_size=GAMMA), unstopped(), GAMMA)):
         criterion = Recording(stop_after)

@@ -4,9 +4,10 @@ import threading
 
 import torch
 from test_stopping import GAMMA, PROMPT, character_tokenizer, unstopped
-from tiny import make_drafter, make_scripted, make_target
 from transformers import TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
+
+from tiny import make_drafter, make_scripted, make_target
 
 
 class Recorder(BaseStreamer):
@@ -37,7 +38,8 @@ def generate(streamer, num_right=GAMMA, assistant=True, **options):
 
 
 def test_the_calls_are_those_of_plain_decoding():
-    """B022, B030: same values in the same shapes, one token a call, nothing behind the stop token."""
+    """B022, B030: same values in the same shapes, one token a call, nothing behind the stop "
+    "token."""
     for eos in (None, int(unstopped()[0, 10])):
         plain = Recorder()
         expected = generate(plain, assistant=False, eos_token_id=eos)

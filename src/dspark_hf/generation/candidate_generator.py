@@ -91,7 +91,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._do_sample = do_sample and not settings.greedy_drafts
         self._num_padding = num_padding
         self._pending: torch.Tensor | None = None
-        self._checked = False
+        self._has_warned = False
 
     def __enter__(self) -> "DSparkCandidateGenerator":
         self.taps.__enter__()
@@ -138,7 +138,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
             logits_processor=self._logits_processor,
             input_ids=input_ids,
         )
-        self._check_block(block)
         num_drafted = block.tokens.shape[1]
         width = min(limit, num_drafted)
         lengths = block.tokens.new_full((block.tokens.shape[0],), width)
@@ -151,6 +150,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 )
                 lengths = lengths.minimum(kept)
                 width = int(lengths.max())
+        elif self.settings.verification == THRESHOLD:
+            self._warn_without_confidence()
         device = input_ids.device
         return Proposal(
             tokens=block.tokens[:, :width].to(device),
@@ -203,21 +204,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         return None if proposal.logits is None else probabilities(proposal.logits)
 
-    def _check_block(self, block: Any) -> None:
-        if self._checked:
-            return
-        self._checked = True
-        # Once per call: it waits for the device, and a drafter that is broken is broken from the
-        # start.
-        if bool(torch.isnan(block.logits).any()):
-            raise ValueError(
-                "The drafter's logits contain NaN. Its weights or its dtype do not fit this "
-                "target: load it with "
-                "the target's dtype, and check the checkpoint with `dspark-hf inspect`."
-            )
-        if self.settings.verification == THRESHOLD and block.confidence_logits is None:
+    def _warn_without_confidence(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "dspark_verification='threshold' needs a confidence head, and this drafter has "
-                "none; every drafted "
-                "token is verified."
+                "none; "
+                "every drafted token is verified."
             )

@@ -142,6 +142,7 @@ def normalise(
         `ValueError`: a required key is missing, or keys contradict each other.
     """
     if dialect == DSPARK:
+        _require(raw, ("backbone_config",), source)
         return DSparkConfig.from_dict(raw)
     _require(raw, _REQUIRED_DRAFTER_KEYS + _REQUIRED_BACKBONE_KEYS, source)
     rank, has_confidence = raw["markov_rank"], bool(raw["enable_confidence_head"])

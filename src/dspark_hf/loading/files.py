@@ -3,6 +3,7 @@ Finding a checkpoint's files in a folder or on the Hub, and reading safetensors 
 weights.
 """
 
+import errno
 import json
 import math
 import os
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub import get_safetensors_metadata, is_offline_mode
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 HUB_ARGUMENTS = (
@@ -26,6 +28,8 @@ HUB_ARGUMENTS = (
 
 # Bytes per element of the types a drafter may be stored in. Anything else is quantised.
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+
+_NOT_WRITABLE = (errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
     path = _fetch(source, "config.json", **hub)
     if path is None:
         raise OSError(
-            f"{source} has no config.json, so it is not a model checkpoint. Check the path or id."
+            f"No config.json of {source} was found: it is not a folder with one, and the Hub has "
+            "none under this id, or cannot be reached and the cache has none. Check the path or "
+            "id."
         )
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -72,19 +78,21 @@ def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
         `OSError`: no safetensors weights, or a shard of the index is missing.
         `ValueError`: a file is cut short or its header is damaged, or index and shards disagree.
     """
+    # The order in which the host looks: where there are both, it loads the single file.
+    single_path = _fetch(source, SAFE_WEIGHTS_NAME, **hub)
+    if single_path is not None:
+        return read_header(single_path)
     index_path = _fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
     if index_path is None:
-        names, index = [SAFE_WEIGHTS_NAME], None
-    else:
-        index = _read_index(index_path)
-        names = sorted(set(index.values()))
+        raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False))
+    index = _read_index(index_path)
     tensors: dict[str, TensorInfo] = {}
-    for name in names:
+    for name in sorted(set(index.values())):
         path = _fetch(source, name, **hub)
         if path is None:
-            raise OSError(_missing_weights(source, name, indexed=index is not None))
+            raise OSError(_missing_weights(source, name, indexed=True))
         tensors.update(read_header(path))
-    if index is not None and set(index) != set(tensors):
+    if set(index) != set(tensors):
         odd = sorted(set(index) ^ set(tensors))
         raise ValueError(
             f"{index_path} and its shards disagree about {len(odd)} tensors, for example "
@@ -128,7 +136,12 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorInfo]:
 
 def read_tensors_remotely(source: str, **hub: Any) -> dict[str, TensorInfo]:
     """Like `read_tensors`, but for a Hub repository only the headers travel."""
-    if os.path.isdir(source):
+    if (
+        os.path.isdir(source)
+        or is_offline_mode()
+        or hub.get("local_files_only")
+        or hub.get("subfolder")
+    ):
         return read_tensors(source, **hub)
     try:
         metadata = get_safetensors_metadata(
@@ -184,8 +197,16 @@ def _fetch(source: str, name: str, **hub: Any) -> str | None:
             f"{source} is a file; give the folder that holds config.json and the weights."
         )
     try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise OSError(
+            f"{source} is neither an existing folder nor a Hub id (owner/name). Check the path."
+        ) from error
+    try:
         return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
         raise OSError(
             f"The Hub cache cannot be written ({error}). Pass cache_dir=… or set HF_HOME to a "
             "writable folder."

@@ -1,0 +1,179 @@
+"""Target caches: rolled back exactly, or refused with the reason."""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from dspark_hf import collect_statistics
+from tiny import make_drafter, make_prompt, make_scripted, make_target
+
+PROMPT = make_prompt(6)
+
+
+def greedy(target, prompt=PROMPT, new_tokens=20, **options):
+    return target.generate(prompt, max_new_tokens=new_tokens, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral_swa", "gemma3"])
+@pytest.mark.parametrize("num_right", range(5))
+def test_cache_in_every_round_equals_a_fresh_forward(family, num_right):
+    """B019, B049, B050: the target's cache and the drafter's context hold what was committed."""
+    target = make_target(family)
+    expected = greedy(target)
+    drafter = make_scripted(make_drafter(), expected, num_right)
+    cache, draft, rounds = DynamicCache(config=target.config), drafter.draft, []
+
+    def checking(context, anchor_ids, **kwargs):
+        ids = kwargs["input_ids"]
+        committed = ids.shape[1] - 1
+        rounds.append(committed)
+        assert context.lengths.tolist() == [committed]
+        assert all(layer.get_seq_length() == committed for layer in context.cache.layers)
+        assert torch.equal(ids[:, -1], anchor_ids)
+        fresh = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(ids[:, :-1], cache=fresh)
+        for layer, wanted in zip(cache.layers, fresh.layers, strict=True):
+            assert layer.get_seq_length() == committed
+            torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(layer.values, wanted.values, atol=2e-4, rtol=1e-4)
+        return draft(context, anchor_ids, **kwargs)
+
+    drafter.draft = checking
+    assert torch.equal(greedy(target, assistant_model=drafter, cache=cache), expected)
+    assert len(rounds) >= 3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral_swa"])
+@pytest.mark.parametrize("first_drafted", [False, True])
+@pytest.mark.parametrize("second_drafted", [False, True])
+def test_a_cache_can_be_handed_on(family, first_drafted, second_drafted):
+    """B049: a second turn starts from the first turn's cache; a cold drafter keeps the text."""
+    target = make_target(family)
+    first = greedy(target, new_tokens=8)
+    more = make_prompt(5, seed=9)
+    expected = greedy(target, torch.cat((first, more), dim=1), new_tokens=12)
+    cache = DynamicCache(config=target.config)
+    assistant = {"assistant_model": make_scripted(make_drafter(), first, 3)}
+    found = greedy(target, new_tokens=8, cache=cache, **(assistant if first_drafted else {}))
+    assert torch.equal(found, first)
+    assistant = {"assistant_model": make_scripted(make_drafter(), expected, 3)}
+    found = greedy(
+        target,
+        torch.cat((found, more), dim=1),
+        new_tokens=12,
+        cache=cache,
+        **(assistant if second_drafted else {}),
+    )
+    assert torch.equal(found, expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("implementation", ["static", "dynamic"])
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+def test_other_cache_implementations_are_exact(implementation, num_right, recwarn):
+    """B042. The host's offloaded cache needs CUDA (B053); it is the dynamic one, moved about."""
+    target = make_target("qwen3")
+    expected = greedy(target, cache_implementation=implementation)
+    drafter = make_scripted(make_drafter(), expected, num_right)
+    with collect_statistics() as statistics:
+        found = greedy(target, cache_implementation=implementation, assistant_model=drafter)
+    assert torch.equal(found, expected)
+    assert statistics.accepted == sum(statistics.verified_at[:num_right])
+
+
+def forwards(target):
+    """Counts forwards of a target from now on."""
+    calls = []
+    target.register_forward_pre_hook(lambda module, args: calls.append(1))
+    return calls
+
+
+def test_static_sliding_cache_is_refused_before_compute():
+    """B042, B043: it overwrites what a rejected draft would need back."""
+    target = make_target("mistral_swa")
+    calls = forwards(target)
+    with pytest.raises(ValueError, match=r"StaticSlidingWindowLayer.*cannot be rolled back"):
+        greedy(target, cache_implementation="static", assistant_model=make_drafter())
+    assert not calls
+
+
+def test_quantised_cache_is_refused_before_compute():
+    """B053."""
+    from transformers.cache_utils import Cache, Fp8QuantizedLayer
+
+    target = make_target("qwen3")
+    calls = forwards(target)
+    cache = Cache(layers=[Fp8QuantizedLayer() for _ in range(4)])
+    with pytest.raises(ValueError, match=r"Fp8QuantizedLayer.*cannot be rolled back"):
+        greedy(target, cache=cache, assistant_model=make_drafter())
+    assert not calls
+
+
+def test_no_cache_is_refused_before_compute():
+    """B054."""
+    target = make_target("qwen3")
+    calls = forwards(target)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        greedy(target, use_cache=False, assistant_model=make_drafter())
+    assert not calls
+
+
+def test_recurrent_target_is_refused_before_compute():
+    """B160."""
+    config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=4, state_size=4)
+    target = MambaForCausalLM(config).eval()
+    calls = forwards(target)
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.*recurrent state"):
+        greedy(target, assistant_model=make_drafter())
+    assert not calls
+
+
+def test_hybrid_target_is_refused_after_prefill():
+    """B044, B045: only then does its cache know."""
+    config = Qwen3NextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    target = Qwen3NextForCausalLM(config).eval()
+    calls = forwards(target)
+    with pytest.raises(ValueError, match=r"rolled back|recurrent state"):
+        greedy(target, assistant_model=make_drafter())
+    assert len(calls) <= 1
+
+
+def test_encoder_decoder_target_is_refused_before_compute():
+    """B046, B157."""
+    config = T5Config(
+        vocab_size=97, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    target = T5ForConditionalGeneration(config).eval()
+    calls = forwards(target)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        greedy(target, assistant_model=make_drafter())
+    assert not calls
