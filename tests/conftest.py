@@ -1,12 +1,9 @@
 """One thread and no Hub: the suite measures nothing and downloads nothing."""
 
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch

@@ -153,7 +153,8 @@ def forward_costs(pair: Pair, context_length: int, num_verified: int) -> dict[st
     from transformers import DynamicCache
 
     device = pair.target.device
-    ids = torch.randint(10, 1000, (1, context_length), device=device)
+    vocabulary = pair.drafter.config.vocab_size
+    ids = torch.randint(vocabulary, (1, context_length), device=device)
     cache = DynamicCache(config=pair.target.config.get_text_config(decoder=True))
     pair.target(ids, cache=cache, logits_to_keep=1)
     cache.activate_past_recording()

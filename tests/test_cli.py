@@ -1,0 +1,219 @@
+"""The command line and the examples, on a tiny pair in folders."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_stopping import character_tokenizer
+from typer.testing import CliRunner
+
+from dspark_hf.cli import app, checking
+from dspark_hf.cli import models as cli_models
+from dspark_hf.cli.app import main
+from dspark_hf.losslessness import first_divergence, greedy_gaps, sampling_distance
+from tiny import make_drafter, make_prompt, make_scripted, make_target
+
+ROOT = Path(__file__).parents[1]
+RUNNER = CliRunner()
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a target with tokenizer and of a drafter."""
+    folder = tmp_path_factory.mktemp("pair")
+    target, tokenizer = make_target("qwen3"), character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    make_drafter().save_pretrained(folder / "drafter")
+    prompts = folder / "tiny.jsonl"
+    rows = [{"turns": ["lighthouse", "ignored"]}, {"prompt": "waves"}]
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return {
+        "models": ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")],
+        "target": str(folder / "target"),
+        "drafter": str(folder / "drafter"),
+        "prompts": str(prompts),
+    }
+
+
+def run(*arguments, code=0):
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def test_inspect_reads_no_weights(pair, monkeypatch):
+    """B100: table and JSON say the same."""
+    import safetensors.torch
+
+    monkeypatch.setattr(safetensors.torch, "load_file", None)
+    described = json.loads(run("inspect", pair["drafter"], "--json"))
+    assert described["block_size"] == 4
+    assert described["target_layer_ids"] == [0, 2]
+    assert described["markov_head"] == "vanilla"
+    assert described["num_parameters"] == sum(p.numel() for p in make_drafter().parameters())
+    assert "taps" in run("inspect", pair["drafter"])
+
+
+def test_generate_prints_the_targets_text_and_the_figures(pair):
+    """B099, B100: the options reach `generate`."""
+    output = run("generate", *pair["models"], "buoy", "--max-new-tokens", "12", "--compare",
+                 "--dtype", "float32")  # fmt: skip
+    tokenizer = character_tokenizer()
+    ids = tokenizer("buoy", return_tensors="pt").input_ids
+    text = make_target("qwen3").generate(ids, max_new_tokens=12, do_sample=False)
+    assert tokenizer.decode(text[0, 4:]) in output.replace("\n", "")
+    assert "x plain" in output
+    none = run("generate", *pair["models"], "buoy", "--max-new-tokens", "12",
+               "--num-draft-tokens", "0", "--dtype", "float32")  # fmt: skip
+    assert "τ 1.00 over 11 rounds" in none
+    run("generate", *pair["models"], "buoy", "--max-new-tokens", "5", "--temperature", "0.7")
+
+
+def test_check_passes_a_lossless_pair(pair, tmp_path):
+    """B015, B017: exact in float32, gap in bfloat16, distance when sampling."""
+    output = run("check", *pair["models"], "--max-new-tokens", "8", "--draws", "60",
+                 "--num-prompts", "2", "--json", str(tmp_path / "check.json"))  # fmt: skip
+    assert "2 of 2 texts identical" in output
+    result = json.loads((tmp_path / "check.json").read_text())
+    assert result["lossless"]
+    assert result["sampling"]["distance"] <= result["sampling"]["bound"]
+    assert result["bfloat16"]["worst_gap"] >= 0
+
+
+def test_check_fails_a_pair_that_is_not_lossless(pair, monkeypatch):
+    """The check can fail: a loop that commits unverified drafts is caught and located."""
+    from dspark_hf.generation import decoding
+    from dspark_hf.generation.verification import Verification
+
+    def accept_everything(scores, drafts, lengths):
+        tokens = torch.cat((drafts, scores[:, -1:].argmax(-1)), dim=1)
+        return Verification(tokens, lengths, torch.ones(1, dtype=torch.bool))
+
+    monkeypatch.setattr(decoding, "verify_greedy", accept_everything)
+    output = run("check", *pair["models"], "--max-new-tokens", "8", "--draws", "0",
+                 "--num-prompts", "1", "--dtype", "float32", code=1)  # fmt: skip
+    assert "0 of 1 texts identical" in output
+    assert "first divergence: new token" in output
+    assert "NOT lossless" in output
+
+
+def test_bench_compares_three_ways(pair, tmp_path):
+    """B152, B153: every set and the total, with the machine it was measured on."""
+    path = tmp_path / "bench.json"
+    output = run("bench", *pair["models"], "--prompts", pair["prompts"], "--num-prompts", "2",
+                 "--max-new-tokens", "10", "--dtype", "float32", "--json", str(path))  # fmt: skip
+    assert "tiny" in output
+    result = json.loads(path.read_text())
+    assert {"processor", "threads", "dtype", "torch", "transformers"} <= set(result["machine"])
+    (row,) = result["sets"]
+    assert row["num_prompts"] == 2
+    assert row["accepted_length"] >= 1
+    assert row["worst_gap"] < 1e-3
+    ideal = row["accepted_length"] * row["forward_seconds"]["target_one"]
+    ideal /= row["forward_seconds"]["target_verify"] + row["forward_seconds"]["draft"]
+    assert row["loop_efficiency"] == pytest.approx(row["drafter_speedup"] / ideal)
+
+
+def test_demo_runs_the_shipped_drafter(pair, monkeypatch):
+    """The default pair is replaced by the tiny one; the shipped drafter's files are there."""
+    from dspark_hf.cli import demonstrating
+
+    assert (Path(cli_models.shipped_drafter()) / "model.safetensors").is_file()
+    load = cli_models.load_pair
+    monkeypatch.setattr(
+        demonstrating,
+        "load_pair",
+        lambda target, drafter, *rest: load(pair["target"], pair["drafter"], *rest),
+    )
+    output = run("demo", "buoy", "--max-new-tokens", "8", "--dtype", "float32")
+    assert "identical to plain decoding" in output
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [("{}", "line 2"), ("not json", "line 2"), ('{"turns": []}', "line 2")],
+)
+def test_a_bad_prompt_line_is_named(pair, tmp_path, row, message):
+    """File and line, and what was expected."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + row, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        cli_models.read_prompts(path, 5)
+
+
+def test_expected_failures_are_one_line(pair, monkeypatch, capsys):
+    """A wrong path ends in a sentence and exit code 1, not in a traceback."""
+    monkeypatch.setattr(sys, "argv", ["dspark-hf", "inspect", "no-such-folder-or-repo"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_gaps_and_divergences():
+    """B016: zero for the target's own text, positive where a token was replaced."""
+    target, prompt = make_target("qwen3"), make_prompt(6)
+    text = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert float(greedy_gaps(target, text, 6).max()) < 1e-4
+    assert first_divergence(target, text, text, 6) is None
+    other = text.clone()
+    other[0, 9] = (other[0, 9] + 1) % 96
+    assert float(greedy_gaps(target, other, 6)[0, 3]) > 0
+    divergence = first_divergence(target, text, other, 6)
+    assert (divergence.position, divergence.expected) == (3, int(text[0, 9]))
+    assert divergence.logit_gap > 0
+
+
+def test_sampling_distance_tells_a_biased_sampler_from_an_exact_one():
+    """The bound holds for an exact sampler and not for one that is 0.15 off."""
+    torch.manual_seed(0)
+    probabilities = {(0, 0): 0.7, (0, 1): 0.2, (1, 0): 0.1}
+    cells = list(probabilities)
+
+    def draw(p):
+        return [cells[i] for i in torch.multinomial(torch.tensor(p), 400, replacement=True)]
+
+    distance, bound = sampling_distance(probabilities, draw([0.7, 0.2, 0.1]))
+    assert distance <= bound
+    distance, bound = sampling_distance(probabilities, draw([0.85, 0.1, 0.05]))
+    assert distance > bound
+    assert sampling_distance(probabilities, [(1, 1)] * 10)[0] == 1.0
+
+
+def test_coloured_text_holds_back_half_characters(pair):
+    """The printed text is the decoded text, whatever the rounds were."""
+    from rich.console import Console
+
+    from dspark_hf.cli.generating import run_generate
+
+    loaded = cli_models.load_pair(pair["target"], pair["drafter"], "float32", 1)
+    inputs = loaded.encode("buoy")
+    text = loaded.target.generate(**inputs, max_new_tokens=9, do_sample=False)
+    make_scripted(loaded.drafter, text, 2)
+    console = Console(record=True, width=200)
+    output, statistics = run_generate(
+        console, loaded, inputs, {"max_new_tokens": 9, "do_sample": False}, compare=False
+    )
+    assert torch.equal(output, text)
+    assert statistics.accepted == 5
+    assert loaded.tokenizer.decode(text[0, 4:]) in console.export_text()
+    assert checking.DEFAULT_PROMPTS
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run(pair, name):
+    """Each example on the tiny pair, in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), pair["target"], pair["drafter"]],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
