@@ -23,6 +23,9 @@ from .loading.saving import save_atomically
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
+# Arguments of the host's `save_pretrained` that speak of the upload and not of the files.
+_PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
+
 
 class DSparkPreTrainedModel(PreTrainedModel):
     """What every DSpark model shares with the host's loading and saving."""
@@ -345,13 +348,13 @@ class DSparkDrafter(DSparkPreTrainedModel):
         Files appear in `save_directory` only once all of them are complete, so a full disk leaves
         nothing half-written.
         """
+        hub = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if name in kwargs}
         with save_atomically(save_directory) as temporary:
             super().save_pretrained(temporary, **kwargs)
             self.generation_config.save_pretrained(temporary)
         if push_to_hub:
-            self.push_to_hub(
-                kwargs.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
-            )
+            hub.setdefault("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            self.push_to_hub(**hub)
 
 
 def _refuse_nan(*logits: torch.Tensor) -> None:

@@ -65,8 +65,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         batch_size (`int`): R.
         start_position (`int`, *optional*, defaults to 0):
             positions in the target's cache before this call.
-        num_padding (`int`, *optional*, defaults to 0):
-            left-padding positions of the prompt, which are no context.
+        prompt_mask (`torch.Tensor` of shape `(R, P)`, *optional*):
+            Which positions of the prompt are text; padding is no context. All of them by default.
     """
 
     requires_model_outputs = True
@@ -81,7 +81,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         do_sample: bool,
         batch_size: int,
         start_position: int = 0,
-        num_padding: int = 0,
+        prompt_mask: torch.Tensor | None = None,
     ):
         self.drafter = drafter
         self.settings = settings
@@ -89,7 +89,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.taps = TargetTaps(target, drafter.config.target_layer_ids)
         self._logits_processor = logits_processor
         self._do_sample = do_sample and not settings.greedy_drafts
-        self._num_padding = num_padding
+        self._prompt_mask = prompt_mask
         self._pending: torch.Tensor | None = None
         self._has_warned = False
 
@@ -108,9 +108,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             num_positions (`int`, *optional*):
                 the first so many of its input positions; all by default (prefill).
         """
+        if self.settings.num_draft_tokens == 0:
+            self.taps.clear()
+            return
         features = self.taps.take(num_positions)
-        if self._num_padding:
-            features, self._num_padding = features[:, self._num_padding :], 0
+        if self._prompt_mask is not None:
+            is_text = self._prompt_mask[0].to(features.device, torch.bool)
+            features, self._prompt_mask = features[:, is_text], None
         # Whether the drafter runs again is known only later; projecting these rows can wait until
         # then.
         self._pending = (

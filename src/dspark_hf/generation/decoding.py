@@ -130,7 +130,6 @@ class _DecodingLoop:
         self.settings = resolve_settings(
             generation_config, drafter.generation_config, drafter.config.block_size
         )
-        mask = model_kwargs.get("attention_mask")
         past_length = self.cache.get_seq_length()
         self.generator = DSparkCandidateGenerator(
             model,
@@ -140,7 +139,7 @@ class _DecodingLoop:
             generation_config.do_sample,
             batch_size=input_ids.shape[0],
             start_position=past_length,
-            num_padding=0 if mask is None or past_length else int((mask == 0).sum()),
+prompt_mask=None if past_length else model_kwargs.get("attention_mask"),
         )
         self.forward = (
             model.get_compiled_call(generation_config.compile_config)
