@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import statistics
 
-from dspark_hf.cli.benchmarking import forward_costs
+from dspark_hf.cli.benchmarking import time_forwards
 from dspark_hf.cli.generating import timed
 from dspark_hf.cli.models import load_pair
 
@@ -45,9 +45,12 @@ def main() -> None:
             _, elapsed = timed(pair, inputs, {**options, "assistant_model": assistant})
             seconds[name].append(elapsed / arguments.new_tokens)
         context = inputs["input_ids"].shape[1] + arguments.new_tokens // 2
-        costs.append(forward_costs(pair, context, pair.drafter.config.block_size))
+        costs.append(time_forwards(pair, context, pair.drafter.config.block_size))
     per_token = {name: statistics.median(values) for name, values in seconds.items()}
-    forward = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
+    forward = {
+        name: statistics.median(value for cost in costs for value in cost[name])
+        for name in costs[0]
+    }
     extra = per_token["never right"] - per_token["plain"]
     bare = forward["target_verify"] + forward["draft"] - forward["target_one"]
     for name, value in {**per_token, **forward}.items():

@@ -242,7 +242,7 @@ def features_of(drafter, length, seed=7):
 
 def test_context_past_the_spare_rows_equals_a_fresh_one():
     """B050, B088: growth of the buffer keeps every row, past the trained length too."""
-    drafter = make_drafter(initializer_range=0.2)
+    drafter = make_drafter()
     features, anchor = features_of(drafter, 610), torch.tensor([5])
     grown = drafter.new_context(batch_size=1)
     capacities = set()

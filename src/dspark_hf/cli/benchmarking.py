@@ -23,7 +23,7 @@ from .generating import timed
 from .models import Pair, load_pair, machine_facts, read_prompts
 
 _LOOKUP_TOKENS = 8
-_REPEATS = 15
+_REPEATS = 5
 MODES = ("plain", "lookup", "drafter")
 
 
@@ -62,7 +62,7 @@ def run_bench(
                     mode = MODES[(number + turn) % len(MODES)]
                     tally.run(pair, inputs, mode, {**options, **extra[mode]})
                     progress.advance(task)
-            rows.append(tally.figures(pair, name))
+            rows.append(tally.figures(name))
             pooled.merge(tally)
     return {
         "target": target,
@@ -73,7 +73,7 @@ def run_bench(
         "confidence_threshold": threshold,
         "prompt_lookup_num_tokens": _LOOKUP_TOKENS,
         "sets": rows,
-        "total": pooled.figures(pair, "all"),
+        "total": pooled.figures("all"),
     }
 
 
@@ -87,6 +87,7 @@ class _Tally:
         self.statistics = Statistics()
         self.gaps: list[float] = []
         self.bigrams: list[float] = []
+        self.forwards: dict[str, list[float]] = {}
 
     def run(
         self, pair: Pair, inputs: dict[str, torch.Tensor], mode: str, options: dict[str, Any]
@@ -102,6 +103,9 @@ class _Tally:
             self.prompt_lengths.append(length)
             pairs = list(itertools.pairwise(new))
             self.bigrams.append(len(set(pairs)) / max(len(pairs), 1))
+            # Beside the run they are compared with, so that a slow moment of the machine hits both.
+            context, verified = length + len(new) // 2, statistics.verified / statistics.rounds
+            self._add_forwards(time_forwards(pair, context, round(verified)))
             if not options["do_sample"]:
                 self.gaps.append(float(greedy_gaps(pair.target, output, length).max()))
 
@@ -113,25 +117,24 @@ class _Tally:
         self.statistics.merge(other.statistics)
         self.gaps += other.gaps
         self.bigrams += other.bigrams
+        self._add_forwards(other.forwards)
 
-    def figures(self, pair: Pair, name: str) -> dict[str, Any]:
+    def _add_forwards(self, seconds: dict[str, list[float]]) -> None:
+        for name, values in seconds.items():
+            self.forwards[name] = self.forwards.get(name, []) + values
+
+    def figures(self, name: str) -> dict[str, Any]:
         speed = {mode: self.tokens[mode] / self.seconds[mode] for mode in MODES}
         tau = self.statistics.accepted_length
-        verified = self.statistics.verified / max(self.statistics.rounds, 1)
-        # The mean over a generation: the whole prompt and half of the new tokens.
-        num_prompts = len(self.prompt_lengths)
-        context = round(
-            stats.mean(self.prompt_lengths) + self.tokens["drafter"] / (2 * num_prompts)
-        )
-        costs = forward_costs(pair, context, round(verified))
+        costs = {name: stats.median(values) for name, values in self.forwards.items()}
         ideal = tau * costs["target_one"] / (costs["target_verify"] + costs["draft"])
         speedup = speed["drafter"] / speed["plain"]
         return {
             "name": name,
-            "num_prompts": num_prompts,
+            "num_prompts": len(self.prompt_lengths),
             "accepted_length": tau,
             "conditional_acceptance": self.statistics.conditional_acceptance,
-            "mean_verified": verified,
+            "mean_verified": self.statistics.verified / max(self.statistics.rounds, 1),
             "plain_tokens_per_second": speed["plain"],
             "lookup_speedup": speed["lookup"] / speed["plain"],
             "drafter_speedup": speedup,
@@ -145,10 +148,10 @@ class _Tally:
 
 
 @torch.no_grad()
-def forward_costs(pair: Pair, context_length: int, num_verified: int) -> dict[str, float]:
+def time_forwards(pair: Pair, context_length: int, num_verified: int) -> dict[str, list[float]]:
     """
-    Median seconds of bare forwards behind `context_length` positions: the target on one token and
-    on `1 + num_verified`, and the drafter on one block (context update included).
+    Seconds of bare forwards behind `context_length` positions: the target on one token and on
+    `1 + num_verified`, and the drafter on one block, context update included. Interleaved.
     """
     from transformers import DynamicCache
 
@@ -188,4 +191,4 @@ def forward_costs(pair: Pair, context_length: int, num_verified: int) -> dict[st
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             seconds[name].append(time.perf_counter() - started)
-    return {name: stats.median(values) for name, values in seconds.items()}
+    return seconds

@@ -139,7 +139,7 @@ class _DecodingLoop:
             generation_config.do_sample,
             batch_size=input_ids.shape[0],
             start_position=past_length,
-prompt_mask=None if past_length else model_kwargs.get("attention_mask"),
+            prompt_mask=None if past_length else model_kwargs.get("attention_mask"),
         )
         self.forward = (
             model.get_compiled_call(generation_config.compile_config)
