@@ -20,7 +20,7 @@ def _on_generation(module: ModuleType) -> None:
 
 
 def _on_generation_config(module: ModuleType) -> None:
-    from .generation.settings import register_fields
+    from .generation.fields import register_fields
 
     register_fields(module.GenerationConfig)
 

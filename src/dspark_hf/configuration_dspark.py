@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import AutoConfig
 
 BACKBONES = ("qwen3", "gemma4_text")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
@@ -59,7 +58,7 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
-    sub_configs: ClassVar[dict[str, type]] = {"backbone_config": AutoConfig}
+    sub_configs: ClassVar[dict[str, type]] = {"backbone_config": PreTrainedConfig}
 
     def __init__(
         self,
@@ -231,4 +230,7 @@ def _backbone_from_dict(backbone: dict[str, Any]) -> PreTrainedConfig:
             f"backbone_config.model_type is {model_type!r}; draft layers can be built for "
             f"{', '.join(map(repr, BACKBONES))}."
         )
+    # Here and not above: importing the host's auto classes registers this module with them.
+    from transformers import AutoConfig
+
     return AutoConfig.for_model(model_type, **fields)

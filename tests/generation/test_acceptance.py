@@ -15,7 +15,7 @@ def memoryless_pair(block_size=4):
     """
     A target whose next token depends on the last one only, and the drafter that knows its table.
 
-    All of the drafter's knowledge sits in the Markov head, so one wrong "previous token" anywhere in
+    All of the drafter's knowledge sits in the Markov head: one wrong "previous token" anywhere in
     the loop shows as lost acceptance.
     """
     target = make_target("qwen3")

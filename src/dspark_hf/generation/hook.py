@@ -9,7 +9,7 @@ drafters, call the original with what they were given. `uninstall` puts the orig
 import functools
 from typing import Any
 
-from .settings import register_fields
+from .fields import register_fields
 
 _VALIDATE = "_validate_generation_mode"
 _DECODE = "_assisted_decoding"

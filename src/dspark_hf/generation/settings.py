@@ -1,5 +1,5 @@
 """
-The `dspark_*` fields of a generation config: registration, precedence, checks.
+The `dspark_*` fields of a generation config: precedence and checks.
 
 A field can be a keyword of `generate`, a field of a config passed to it, of the target's generation
 config, or of the drafter's; the first of these that sets it wins. The class attributes on the
@@ -20,8 +20,6 @@ VERIFICATION_POLICIES = (FULL, THRESHOLD)
 SAMPLE, GREEDY = "sample", "greedy"
 DRAFT_SAMPLING = (SAMPLE, GREEDY)
 
-FIELDS = ("dspark_verification", "dspark_confidence_threshold", "dspark_draft_sampling")
-
 
 @dataclass(frozen=True)
 class DraftSettings:
@@ -40,13 +38,6 @@ class DraftSettings:
     verification: str
     confidence_threshold: float
     greedy_drafts: bool
-
-
-def register_fields(generation_config_class: type[GenerationConfig]) -> None:
-    """Make the fields known to the host, unset."""
-    for name in FIELDS:
-        if not hasattr(generation_config_class, name):
-            setattr(generation_config_class, name, None)
 
 
 def resolve_settings(
