@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -20,6 +21,9 @@ from .files import (
     read_tensors,
     read_tensors_remotely,
 )
+
+# What the host's classes raise when a value of config.json has a wrong type or size.
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,14 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     detect_dialect(raw, source)
     tensors = (read_tensors if download_weights else read_tensors_remotely)(source, **hub)
     dialect = detect_dialect(raw, source, tensors)
-    config = normalise(raw, dialect, source, tensors)
-    check_tensors(cls, config, tensors, source)
+    try:
+        config = normalise(raw, dialect, source, tensors)
+        check_tensors(cls, config, tensors, source)
+    except _MALFORMED as error:
+        raise ValueError(
+            f"{source}: config.json describes a drafter that cannot be built "
+            f"({type(error).__name__}: {error}). Take config.json from the original checkpoint."
+        ) from error
     return CheckpointFacts(source, dialect, raw, config, tensors)
 
 
@@ -63,7 +73,11 @@ def check_tensors(
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
     differences.
     """
-    quantised = sorted(name for name, info in tensors.items() if info.dtype not in FLOAT_BYTES)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+    quantised = sorted(
+        name for name in set(expected) & set(tensors) if tensors[name].dtype not in FLOAT_BYTES
+    )
     if quantised:
         raise ValueError(
             f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for "
@@ -71,8 +85,6 @@ def check_tensors(
             f"{quantised[0]}. Quantised drafters of this layout are not read; use the unquantised "
             "checkpoint."
         )
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
     problems = [f"missing {name} {expected[name]}" for name in sorted(set(expected) - set(tensors))]
     problems += [
         f"unexpected {name} {tensors[name].shape}" for name in sorted(set(tensors) - set(expected))
@@ -116,6 +128,9 @@ def load_drafter(
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
     config = given if isinstance(given, DSparkConfig) and facts.dialect == DSPARK else facts.config
+    generation_config = fetch_optional(source, GENERATION_CONFIG_NAME, **hub)
+    if generation_config is not None:
+        generation_config = GenerationConfig.from_pretrained(os.path.dirname(generation_config))
     want_info = kwargs.pop("output_loading_info", False)
     drafter, info = host_from_pretrained(
         source, *args, config=config, output_loading_info=True, **kwargs
@@ -125,9 +140,6 @@ def load_drafter(
         raise ValueError(
             f"{source}: the host library did not find {missing} when loading; it would be random."
         )
-    generation_config = fetch_optional(source, GENERATION_CONFIG_NAME, **hub)
     if generation_config is not None:
-        drafter.generation_config = GenerationConfig.from_pretrained(
-            os.path.dirname(generation_config)
-        )
+        drafter.generation_config = generation_config
     return (drafter, info) if want_info else drafter

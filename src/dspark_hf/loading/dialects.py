@@ -208,7 +208,8 @@ def ignored_keys(raw: dict[str, Any], dialect: str) -> list[str]:
 
 def _architecture(raw: dict[str, Any]) -> str | None:
     architectures = raw.get("architectures")
-    return architectures[0] if isinstance(architectures, list) and architectures else None
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return first if isinstance(first, str) else None
 
 
 def _foreign_dialect(raw: dict[str, Any], tensor_names: Collection[str]) -> str | None:
@@ -279,11 +280,19 @@ def _qwen3_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
             "and at top level). "
             "It must be the value the drafter was trained with; add it."
         )
-    layer_types = raw.get("layer_types") or []
-    if "sliding_attention" in layer_types and not raw.get("sliding_window"):
+    layer_types = set(raw.get("layer_types") or ())
+    if not layer_types <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{source}: layer_types has {sorted(layer_types)}; Qwen3 draft layers are "
+            "full_attention or sliding_attention. The list was copied from another model."
+        )
+    # The host ignores the window of a sliding layer unless both other keys are set.
+    window, use_window = raw.get("sliding_window"), raw.get("use_sliding_window")
+    if "sliding_attention" in layer_types and not (window and use_window):
         raise ValueError(
             f"{source}: layer_types has sliding_attention layers but sliding_window is "
-            f"{raw.get('sliding_window')!r}. Give the window the drafter was trained with."
+            f"{window!r} and use_sliding_window is {use_window!r}. Give the window the drafter "
+            "was trained with, and use_sliding_window true."
         )
     return {"model_type": "qwen3", "vocab_size": raw["vocab_size"], **fields}
 
