@@ -1,114 +1,185 @@
-"""`pipeline(..., assistant_model=…)`: an object, our layout, a published layout."""
+"""`pipeline("text-generation", …, assistant_model=…)`, in every form."""
 
 import pytest
-from test_stopping import character_tokenizer
-from transformers import pipeline
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, pipeline
 
-from checkpoints import edit_config
-from dspark_hf import collect_statistics
-from tiny import make_drafter, make_target
+from checkpoints import VANILLA, copy_checkpoint, edit_config, edit_tensors, no_weights_loaded
+from dspark_hf import DSparkDrafter, UnsupportedCheckpointError, collect_statistics
+from tiny import VOCAB, make_drafter, make_target
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pipelines")
-    make_target("qwen3").save_pretrained(folder / "target")
-    character_tokenizer().save_pretrained(folder / "target")
-    drafter = make_drafter()
-    drafter.save_pretrained(folder / "own")
-    drafter.save_pretrained(folder / "published")
-    # The same weights as DeepSpec publishes them: a copy of the target's config, no tokenizer.
-    config = {
-        **drafter.config.backbone_config.to_dict(),
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": 4,
-        "mask_token_id": 96,
-        "target_layer_ids": [0, 2],
-        "num_target_layers": 4,
-        "markov_rank": 8,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    (folder / "published" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+TEXT = "w5 w17 w30 w44"
+GREEDY = {"do_sample": False, "return_full_text": False}
 
 
-def generate(folders, assistant, **options):
-    model, tokenizer = make_target("qwen3"), character_tokenizer()
-    if options.pop("pad", False):
-        model.config.pad_token_id = 5
-    generator = pipeline(
-        "text-generation", model=model, tokenizer=tokenizer, assistant_model=assistant
+def make_tokenizer(vocab_size=VOCAB):
+    """One word per id."""
+    words = {f"w{i}": i for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w1")
+
+
+def make_pipeline(target, assistant=None, tokenizer=None, **options):
+    options = {} if assistant is None else {"assistant_model": assistant, **options}
+    vocab_size = target.config.get_text_config().vocab_size
+    return pipeline(
+        "text-generation",
+        model=target,
+        tokenizer=tokenizer or make_tokenizer(vocab_size),
+        **options,
     )
+
+
+def text_of(pipe, text=TEXT, **options):
+    return pipe(text, **{**GREEDY, "max_new_tokens": 10, **options})[0]["generated_text"]
+
+
+def published_pair(folder):
+    """A folder in DeepSpec's layout without tokenizer files, and a target that it fits."""
+    drafter = DSparkDrafter.from_pretrained(copy_checkpoint(folder))
+    target = make_target(
+        vocab_size=160, num_hidden_layers=drafter.config.num_target_layers, eos_token_id=1
+    )
+    return str(folder), target
+
+
+@pytest.mark.parametrize("form", ["object", "own path", "published path", "published, no head"])
+def test_every_form_of_a_drafter(tmp_path, form):
+    """B076, B099: the target's own text, a drafter in use, no second tokenizer."""
+    if form.startswith("published"):
+        assistant, target = published_pair(tmp_path)
+        if form == "published, no head":
+            edit_tensors(tmp_path, drop=("embed_tokens.weight", "lm_head.weight"))
+    else:
+        assistant, target = make_drafter(), make_target()
+        if form == "own path":
+            assistant.save_pretrained(tmp_path)
+            assistant = str(tmp_path)
+    expected = text_of(make_pipeline(target))
+    pipe = make_pipeline(target, assistant)
+    assert type(pipe.assistant_model) is DSparkDrafter
+    assert pipe.assistant_tokenizer is None
     with collect_statistics() as statistics:
-        text = generator("buoy", do_sample=False, **options)[0]["generated_text"]
-    return text, statistics
-
-
-@pytest.mark.parametrize("kind", ["object", "own", "published"])
-def test_every_form_of_a_drafter(folders, kind):
-    """B076: the text is the target's, and speculation ran."""
-    assistant = make_drafter() if kind == "object" else str(folders / kind)
-    plain, _ = generate(folders, None, max_new_tokens=12)
-    text, statistics = generate(folders, assistant, max_new_tokens=12)
-    assert text == plain
+        found = text_of(pipe)
+    assert found == expected
+    assert len(found.split()) == 10
     assert statistics.drafted > 0
-    assert len(text) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_path_is_loaded_in_the_dtype_of_the_target(tmp_path, dtype):
+    """B092."""
+    make_drafter().save_pretrained(tmp_path)
+    pipe = make_pipeline(make_target().to(dtype), str(tmp_path))
+    assert pipe.assistant_model.dtype == dtype
+    assert pipe.assistant_model.device == pipe.model.device
+    assert text_of(pipe)
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_new_tokens": 5}, {"max_length": 9, "max_new_tokens": None}]
+    "options",
+    [
+        {"max_length": 20, "max_new_tokens": None},
+        {"max_length": 20},
+        {"max_length": 20, "max_new_tokens": 7},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 9},
+    ],
 )
-def test_length_rules_are_the_hosts(folders, limit):
-    """B029."""
-    plain, _ = generate(folders, None, **limit)
-    text, _ = generate(folders, make_drafter(), **limit)
-    assert text == plain
-    assert len(text) == 9
+def test_the_rule_between_the_two_lengths_is_the_hosts(options):
+    """B029: whichever of `max_length` and `max_new_tokens` wins without a drafter wins with it."""
+    target = make_target()
+    lengths = []
+    for assistant in (None, make_drafter()):
+        pipe = make_pipeline(target, assistant)
+        call = {key: value for key, value in options.items() if value is not None}
+        lengths.append(len(pipe(TEXT, **GREEDY, **call)[0]["generated_text"].split()))
+    assert lengths[0] == lengths[1] > 0
 
 
-def test_a_differing_pad_token_needs_no_tokenizer(folders):
-    """B077."""
-    text, statistics = generate(folders, make_drafter(pad_token_id=1), max_new_tokens=6, pad=True)
-    assert len(text) == 10
-    assert statistics.rounds > 0
+@pytest.mark.parametrize("as_path", [True, False])
+@pytest.mark.parametrize("pad", [None, 7])
+def test_special_tokens_of_the_drafter_need_not_be_the_targets(tmp_path, pad, as_path):
+    """B077: the host would demand a second tokenizer."""
+    drafter = make_drafter(pad_token_id=pad, bos_token_id=3)
+    if as_path:
+        drafter.save_pretrained(tmp_path)
+        drafter = str(tmp_path)
+    target = make_target()
+    assert target.config.pad_token_id != pad
+    assert text_of(make_pipeline(target, drafter)) == text_of(make_pipeline(target))
 
 
-def test_fields_reach_the_drafter(folders):
-    """B094: as options of a call."""
-    options = {"max_new_tokens": 12, "num_assistant_tokens": 1}
-    _, statistics = generate(folders, make_drafter(), **options)
-    assert max(statistics.verify_lengths) == 1
+def test_a_second_tokenizer_is_refused():
+    """B077, B078: drafters work on the target's ids."""
+    with pytest.raises(ValueError, match="target's own token ids; leave assistant_tokenizer out"):
+        make_pipeline(make_target(), make_drafter(), assistant_tokenizer=make_tokenizer())
 
 
-def test_an_assistant_tokenizer_is_refused(folders):
-    """B076: there is nothing to translate."""
-    with pytest.raises(ValueError, match="leave assistant_tokenizer out"):
-        pipeline(
-            "text-generation",
-            model=make_target("qwen3"),
-            tokenizer=character_tokenizer(),
-            assistant_model=make_drafter(),
-            assistant_tokenizer=character_tokenizer(),
-        )
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_hidden_layers": 6}, "decoder layers is 6, the drafter expects 4"),
+        ({"hidden_size": 48}, "hidden size is 48, the drafter expects 32"),
+        ({"vocab_size": 50}, "vocabulary is 50, the drafter expects 97"),
+    ],
+)
+@pytest.mark.parametrize("as_path", [True, False])
+def test_a_wrong_pair_is_refused_at_construction(tmp_path, options, message, as_path):
+    """B078, B111: both values, before any text is asked for."""
+    drafter = make_drafter()
+    if as_path:
+        drafter.save_pretrained(tmp_path)
+        drafter = str(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_pipeline(make_target(**options), drafter)
 
 
-def test_a_wrong_pair_is_refused_when_the_pipeline_is_built(folders):
-    """B111."""
-    with pytest.raises(ValueError, match="another target"):
-        pipeline(
-            "text-generation",
-            model=make_target("qwen3", num_hidden_layers=3),
-            tokenizer=character_tokenizer(),
-            assistant_model=str(folders / "own"),
-        )
+def test_an_unreadable_drafter_is_refused_by_name(tmp_path):
+    """B075: not handed to the host, which would build a small model of it."""
+    copy_checkpoint(tmp_path, VANILLA)
+    edit_config(tmp_path, architectures=["DFlashDraftModel"])
+    target = make_target()
+    with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="z-lab DFlash"):
+        make_pipeline(target, str(tmp_path))
 
 
-def test_an_ordinary_assistant_goes_to_the_host(folders):
-    """B103: a path and an object, as without this package."""
-    plain, _ = generate(folders, None, max_new_tokens=8)
-    for assistant in (str(folders / "target"), make_target("qwen3")):
-        text, statistics = generate(folders, assistant, max_new_tokens=8)
-        assert text == plain
-        assert statistics.calls == 0
+def test_a_path_that_holds_nothing(tmp_path):
+    """The path is named."""
+    with pytest.raises(OSError, match=rf"No config\.json of {tmp_path}"):
+        make_pipeline(make_target(), str(tmp_path))
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+def test_an_ordinary_assistant_still_goes_to_the_host(tmp_path, as_path):
+    """B103: a small model of the same family drafts as it always did."""
+    target, assistant = make_target(), make_target(seed=5, num_hidden_layers=1)
+    if as_path:
+        assistant.save_pretrained(tmp_path)
+        make_tokenizer().save_pretrained(tmp_path)
+        assistant = str(tmp_path)
+    pipe = make_pipeline(target, assistant)
+    assert type(pipe.assistant_model) is type(target)
+    with collect_statistics() as statistics:
+        assert text_of(pipe) == text_of(make_pipeline(target))
+    assert statistics.rounds == 0
+
+
+def test_without_an_assistant_nothing_is_loaded():
+    """B103."""
+    pipe = make_pipeline(make_target())
+    assert pipe.assistant_model is None
+    assert len(text_of(pipe).split()) == 10
+
+
+def test_several_texts_one_after_the_other():
+    """B060: the pipeline's own loop over its inputs."""
+    target = make_target()
+    texts = [TEXT, "w9 w8", "w33"]
+    pipe, plain = make_pipeline(target, make_drafter()), make_pipeline(target)
+    assert [text_of(pipe, text) for text in texts] == [text_of(plain, text) for text in texts]
+    found = pipe(texts, **GREEDY, max_new_tokens=6)
+    expected = plain(texts, **GREEDY, max_new_tokens=6)
+    assert found == expected

@@ -1,140 +1,279 @@
-"""Importing the package: cheap, in any order, and reversible."""
+"""Importing the package: cheap, in any order, and nothing else of the host changes."""
 
+import json
+import os
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
-import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import torch
+import transformers.models.auto.auto_factory as auto_factory
+import transformers.pipelines.base as pipelines_base
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers.generation import GenerationMixin
 
 import dspark_hf
-from checkpoints import GOLDEN, VANILLA
-from dspark_hf import DSparkConfig, DSparkDrafter, _registration, auto, pipelines
-from tiny import make_drafter, make_target
+from checkpoints import DFLASH, GEMMA4, GOLDEN, LAYOUTS, VANILLA, copy_checkpoint
+from dspark_hf import DSparkDrafter, auto, pipelines
+from dspark_hf._registration import HOOKS, _HookFinder, register
+from dspark_hf.generation import hook
+from tiny import make_drafter, make_prompt, make_target
+
+ROOT = Path(__file__).parents[1]
 
 
-def run(code):
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+def run(code, *arguments):
+    """Run code in a fresh process; returns what it printed, as JSON."""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]),
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_import_is_lazy():
-    """B103: no torch, no modeling code; the hook waits for the host's module."""
-    code = """
-import sys, dspark_hf
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-from transformers import GenerationMixin, GenerationConfig
-assert hasattr(GenerationMixin._assisted_decoding, "dspark_original")
-assert GenerationConfig().dspark_verification is None
-assert "dspark_hf.modeling_dspark" not in sys.modules
-print("ok")
-"""
-    assert run(code).strip() == "ok"
+def test_importing_the_package_imports_nothing_heavy():
+    """B103: neither torch nor the host's modeling code, and every name all the same."""
+    found = run(
+        """
+        import json, sys
+        import dspark_hf
+        print(json.dumps({
+            "heavy": [name for name in ("torch", "transformers", "numpy") if name in sys.modules],
+            "names": sorted(set(dspark_hf.__all__) - set(dir(dspark_hf))),
+            "version": dspark_hf.__version__,
+        }))
+        """
+    )
+    assert found == {"heavy": [], "names": [], "version": dspark_hf.__version__}
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "from dspark_hf import DSparkConfig",
-        "from dspark_hf import DSparkDrafter",
-        "from dspark_hf import DSparkCandidateGenerator",
-        "from dspark_hf import collect_statistics",
-        "from dspark_hf.generation import settings",
-        "from transformers import pipeline, AutoModelForCausalLM; import dspark_hf",
-    ],
-)
-def test_any_name_can_be_the_first_import(first):
-    """No import cycle between the host's lazy modules and ours."""
-    code = f"""
-{first}
-import transformers
-assert hasattr(transformers.GenerationMixin._assisted_decoding, "dspark_original")
-assert "dspark" in transformers.models.auto.configuration_auto.CONFIG_MAPPING
-"""
-    run(code)
+def test_transformers_stays_lazy_with_the_package():
+    """B103: `import transformers` after it does not pull in what it would not without it."""
+    found = run(
+        """
+        import json, sys
+        import dspark_hf
+        import transformers
+        print(json.dumps([name for name in sys.modules if name.startswith((
+            "transformers.models.qwen3", "transformers.generation.utils",
+            "transformers.pipelines.base", "transformers.modeling_utils",
+        ))]))
+        """
+    )
+    assert found == []
 
 
-def test_string_form_in_a_fresh_process(tmp_path):
-    """B076: one documented import, and the class is found."""
-    from test_stopping import character_tokenizer
-
-    make_target("qwen3").save_pretrained(tmp_path / "target")
-    character_tokenizer().save_pretrained(tmp_path / "target")
-    make_drafter().save_pretrained(tmp_path / "drafter")
-    code = f"""
-import dspark_hf
-from transformers import pipeline
-generator = pipeline(
-    "text-generation", model={str(tmp_path / "target")!r}, device="cpu",
-    assistant_model={str(tmp_path / "drafter")!r},
-)
-assert type(generator.assistant_model).__name__ == "DSparkDrafter"
-print(generator("buoy", max_new_tokens=5, do_sample=False)[0]["generated_text"])
-"""
-    assert run(code).strip()
+IMPORT_ORDERS = {
+    "package_first": "import dspark_hf; import transformers",
+    "host_in_use_first": (
+        "import transformers; transformers.GenerationConfig(); transformers.AutoModelForCausalLM; "
+        "transformers.pipeline; transformers.Qwen3ForCausalLM; import dspark_hf"
+    ),
+}
 
 
-def test_auto_classes_resolve_our_layout(tmp_path):
-    """B075: config and model, dtype and all."""
+@pytest.mark.parametrize("order", IMPORT_ORDERS)
+def test_every_import_order_registers_everything(tmp_path, order):
+    """B094, B103: hook, generation fields, auto classes and pipelines, each once."""
     make_drafter().save_pretrained(tmp_path)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is DSparkConfig
-    for auto_class in (AutoModel, AutoModelForCausalLM):
-        model = auto_class.from_pretrained(tmp_path, dtype="bfloat16")
-        assert type(model) is DSparkDrafter
-        assert str(model.dtype) == "torch.bfloat16"
+    found = run(
+        IMPORT_ORDERS[order]
+        + """
+import json, sys
+import torch
+config = transformers.GenerationConfig(dspark_confidence_threshold=0.5)
+drafter = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+from tiny import make_prompt, make_target
+target, prompt = make_target(), make_prompt()
+plain = target.generate(prompt, max_new_tokens=4, do_sample=False)
+with dspark_hf.collect_statistics() as statistics:
+    out = target.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+pipe = transformers.pipelines.base.load_assistant_model
+print(json.dumps({
+    "config": type(transformers.AutoConfig.from_pretrained(sys.argv[1])).__name__,
+    "drafter": type(drafter).__name__,
+    "field": config.dspark_confidence_threshold,
+    "exact": torch.equal(out, plain),
+    "drafted": statistics.drafted > 0,
+    "pipeline": hasattr(pipe, "dspark_original"),
+    "pipeline_twice": hasattr(pipe.dspark_original, "dspark_original"),
+}))
+        """,
+        str(tmp_path),
+    )
+    assert found == {
+        "config": "DSparkConfig",
+        "drafter": "DSparkDrafter",
+        "field": 0.5,
+        "exact": True,
+        "drafted": True,
+        "pipeline": True,
+        "pipeline_twice": False,
+    }
 
 
-@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
-def test_a_published_drafter_is_not_an_ordinary_small_model(auto_class):
-    """B075, M9: the call that works is named."""
-    with pytest.raises(ValueError, match=r"DSparkDrafter\.from_pretrained"):
-        auto_class.from_pretrained(GOLDEN / VANILLA)
+def test_the_string_form_of_a_pipeline_needs_one_import_only(tmp_path):
+    """B076: in a fresh process, nothing but `import dspark_hf` before."""
+    from test_pipelines import make_tokenizer
 
-
-def test_ordinary_models_load_as_before(tmp_path):
-    """B103."""
-    make_target("qwen3").save_pretrained(tmp_path)
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)).__name__ == "Qwen3ForCausalLM"
-
-
-@pytest.mark.parametrize(
-    ("hooks", "module_name", "function"),
-    [
-        (auto, "transformers.models.auto.auto_factory", "_get_model_class"),
-        (pipelines, "transformers.pipelines.base", "load_assistant_model"),
-    ],
-)
-def test_other_hooks_are_reversible_and_idempotent(hooks, module_name, function):
-    """B103."""
-    import importlib
-
-    module = importlib.import_module(module_name)
-    wrapped = getattr(module, function)
-    hooks.install(module)
-    assert getattr(module, function) is wrapped
-    hooks.uninstall(module)
-    assert getattr(module, function) is wrapped.dspark_original
-    hooks.uninstall(module)
-    hooks.install(module)
-    assert getattr(module, function).dspark_original is wrapped.dspark_original
-
-
-def test_registering_again_changes_nothing():
-    """B103: one finder, whatever is called how often."""
-    before = list(sys.meta_path)
-    _registration.register()
-    assert sys.meta_path == before
-    assert hasattr(transformers.GenerationMixin._assisted_decoding, "dspark_original")
+    make_target().save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    make_drafter().save_pretrained(tmp_path / "drafter")
+    found = run(
+        """
+        import json, sys
+        import dspark_hf
+        from transformers import pipeline
+        options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+        texts = []
+        for assistant in (None, sys.argv[2]):
+            pipe = pipeline("text-generation", model=sys.argv[1], assistant_model=assistant)
+            texts.append(pipe("w5 w7 w9", **options)[0]["generated_text"])
+        print(json.dumps([type(pipe.assistant_model).__name__, len(texts[0]) > 0, *texts]))
+        """,
+        str(tmp_path / "target"),
+        str(tmp_path / "drafter"),
+    )
+    assert found[:2] == ["DSparkDrafter", True]
+    assert found[2] == found[3]
 
 
 def test_public_names():
-    """Every name is there, in order, and nothing else answers."""
+    """Sorted, importable, and documented."""
     assert dspark_hf.__all__ == sorted(dspark_hf.__all__)
     for name in dspark_hf.__all__:
-        assert getattr(dspark_hf, name) is not None
+        value = getattr(dspark_hf, name)
+        assert value.__doc__, name
+        assert value.__name__ == name
     assert set(dspark_hf.__all__) <= set(dir(dspark_hf))
-    with pytest.raises(AttributeError, match="NoSuchThing"):
-        getattr(dspark_hf, "NoSuchThing")  # noqa: B009
+    with pytest.raises(AttributeError, match="no attribute 'Drafter'"):
+        dspark_hf.Drafter  # noqa: B018
+
+
+# -- auto classes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_drafter_is_not_mistaken_for_a_small_model(name, auto_class):
+    """B075: the error names the architecture and the right call."""
+    folder = str(GOLDEN / name)
+    message = rf"is a DSpark drafter .*DSparkModel.*DSparkDrafter\.from_pretrained\('{folder}'\)"
+    with pytest.raises(ValueError, match=message):
+        auto_class.from_pretrained(folder)
+
+
+def test_the_error_names_what_to_call_when_built_from_a_config():
+    """B075: no folder is known then."""
+    config = AutoConfig.from_pretrained(GOLDEN / VANILLA)
+    config.name_or_path = ""
+    with pytest.raises(ValueError, match="this checkpoint is a DSpark drafter"):
+        AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+def test_our_layout_builds_from_a_config(auto_class):
+    """`from_config` too."""
+    assert type(auto_class.from_config(make_drafter().config)) is DSparkDrafter
+
+
+def test_ordinary_checkpoints_still_load(tmp_path):
+    """B075, B103: the same family, the host's own class."""
+    target = make_target()
+    target.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is Qwen3ForCausalLM
+    assert torch.equal(loaded.lm_head.weight, target.lm_head.weight)
+
+
+# -- undoing ---------------------------------------------------------------------------------------
+
+
+def test_registering_again_changes_nothing():
+    """B103: one finder, one wrapper around each function."""
+    functions = (
+        GenerationMixin._assisted_decoding,
+        GenerationMixin._validate_generation_mode,
+        auto_factory._get_model_class,
+        pipelines_base.load_assistant_model,
+    )
+    for _ in range(2):
+        register()
+    assert functions == (
+        GenerationMixin._assisted_decoding,
+        GenerationMixin._validate_generation_mode,
+        auto_factory._get_model_class,
+        pipelines_base.load_assistant_model,
+    )
+    for function in functions:
+        assert hasattr(function, "dspark_original")
+        assert not hasattr(function.dspark_original, "dspark_original")
+    assert sum(isinstance(finder, _HookFinder) for finder in sys.meta_path) == 1
+    assert all(name in sys.modules for name in HOOKS)
+
+
+def test_uninstalling_puts_the_hosts_functions_back(tmp_path):
+    """B103: as if the package had not been imported; then installed again."""
+    folder = copy_checkpoint(tmp_path)
+    originals = {
+        "decode": GenerationMixin._assisted_decoding.dspark_original,
+        "validate": GenerationMixin._validate_generation_mode.dspark_original,
+        "auto": auto_factory._get_model_class.dspark_original,
+        "pipeline": pipelines_base.load_assistant_model.dspark_original,
+    }
+    try:
+        hook.uninstall(GenerationMixin)
+        auto.uninstall(auto_factory)
+        pipelines.uninstall(pipelines_base)
+        assert originals == {
+            "decode": GenerationMixin._assisted_decoding,
+            "validate": GenerationMixin._validate_generation_mode,
+            "auto": auto_factory._get_model_class,
+            "pipeline": pipelines_base.load_assistant_model,
+        }
+        # The host's own behaviour, which our hook is there to prevent.
+        mistaken = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(mistaken) is Qwen3ForCausalLM
+        # Twice is the same as once.
+        hook.uninstall(GenerationMixin)
+        auto.uninstall(auto_factory)
+        pipelines.uninstall(pipelines_base)
+    finally:
+        register()
+    assert hasattr(GenerationMixin._assisted_decoding, "dspark_original")
+    with pytest.raises(ValueError, match="is a DSpark drafter"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_importing_the_package_changes_no_output():
+    """B103: plain `generate` with and without the hook, sampled with the same seed."""
+    target, prompt = make_target(), make_prompt()
+    outputs = []
+    for undo in (False, True):
+        if undo:
+            hook.uninstall(GenerationMixin)
+        try:
+            torch.manual_seed(0)
+            outputs.append(target.generate(prompt, max_new_tokens=12, do_sample=True))
+        finally:
+            register()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", [DFLASH, GEMMA4])
+def test_the_host_reads_a_published_config_as_before(name):
+    """B103: `AutoConfig` alone refuses nothing."""
+    assert AutoConfig.from_pretrained(GOLDEN / name).model_type in ("qwen3", "gemma4_text")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dspark_hf import collect_statistics
+from dspark_hf.losslessness import greedy_gaps
 from tiny import (
     FAMILIES,
     FAMILIES_AND_KERNELS,
@@ -103,6 +104,29 @@ def test_every_length_up_to_block_plus_three(new_tokens):
         assert max(statistics.verify_lengths, default=0) < new_tokens
 
 
+@pytest.mark.parametrize("num_right", range(5))
+def test_to_the_last_learned_position(num_right):
+    """B065: prompt and text fill the 256 rows of the position table; no draft runs over its end."""
+    prompt, expected = reference("gpt2", "sdpa", 248, 8)
+    assert expected.shape[1] == target_of("gpt2").config.n_positions
+    drafter = make_scripted(make_drafter(), expected, num_right)
+    assert torch.equal(run(target_of("gpt2"), prompt, drafter, 8)[0], expected)
+
+
+def test_ties_fall_as_in_plain_decoding():
+    """B013: every token has a twin with the same logit; the same one of the two wins."""
+    target = make_target("qwen3")
+    with torch.no_grad():
+        target.lm_head.weight[48:96] = target.lm_head.weight[:48]
+    prompt = make_prompt(6)
+    expected = target.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    for num_right in range(5):
+        drafter = make_scripted(make_drafter(), expected, num_right)
+        output, statistics = run(target, prompt, drafter, NEW_TOKENS)
+        assert torch.equal(output, expected)
+        assert statistics.accepted == sum(statistics.verified_at[:num_right])
+
+
 def test_max_length_of_one_more_token():
     """B026."""
     prompt, expected = reference("qwen3", "sdpa", 6, 1)
@@ -125,13 +149,18 @@ def test_both_block_layouts_are_exact_and_draft_as_many_tokens():
     """B071: γ tokens either way; the infill layout runs one slot more."""
     prompt, expected = reference("qwen3", "sdpa", 6, NEW_TOKENS)
     for anchor_predicts in (True, False):
-        drafter = make_drafter(anchor_predicts=anchor_predicts)
-        assert drafter.config.block_width == 4 + (not anchor_predicts)
-        output, statistics = run(target_of("qwen3"), prompt, drafter, NEW_TOKENS)
-        assert torch.equal(output, expected)
-        assert statistics.drafted == 4 * sum(
-            count for length, count in statistics.verify_lengths.items() if length
-        )
+        for num_right in (None, 0, 1, 2, 3, 4):
+            drafter = make_drafter(anchor_predicts=anchor_predicts)
+            assert drafter.config.block_width == 4 + (not anchor_predicts)
+            if num_right is not None:
+                drafter = make_scripted(drafter, expected, num_right)
+            output, statistics = run(target_of("qwen3"), prompt, drafter, NEW_TOKENS)
+            assert torch.equal(output, expected)
+            assert statistics.drafted == 4 * sum(
+                count for length, count in statistics.verify_lengths.items() if length
+            )
+            if num_right is not None:
+                assert statistics.accepted == sum(statistics.verified_at[:num_right])
 
 
 @pytest.mark.parametrize("markov", [None, "vanilla", "gated", "rnn"])
@@ -146,8 +175,7 @@ def test_every_head_and_bound_or_stored_embeddings(markov, stored):
 
 
 def test_taps_at_both_ends():
-    """B067, B068: the input of the first layer and the raw output of the last are taps like "
-    "others."""
+    """B067, B068: the first layer's input and the last layer's raw output are taps like others."""
     prompt, expected = reference("qwen3", "sdpa", 6, NEW_TOKENS)
     drafter = make_drafter(taps=(-1, 3))
     assert torch.equal(run(target_of("qwen3"), prompt, drafter, NEW_TOKENS)[0], expected)
@@ -175,6 +203,22 @@ def test_left_padded_prompt_gives_the_same_text_and_the_same_drafts():
     for text, logits in zip(texts[1:], drafts[1:], strict=True):
         assert torch.equal(text, texts[0])
         torch.testing.assert_close(logits, drafts[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [(6, 7), (2,), (0, 3)], ids=str)
+def test_masked_positions_elsewhere_than_on_the_left(masked):
+    """B064: right padding and holes are read as plain decoding reads them."""
+    prompt, target = make_prompt(8), target_of("llama")
+    mask = torch.ones_like(prompt)
+    mask[0, list(masked)] = 0
+    expected = target.generate(
+        prompt, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    assert not torch.equal(expected, reference("llama", "sdpa", 8, NEW_TOKENS)[1])
+    for num_right in range(5):
+        drafter = make_scripted(make_drafter(), expected, num_right)
+        output, _ = run(target, prompt, drafter, NEW_TOKENS, attention_mask=mask)
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("with_mask", [True, False])
@@ -225,8 +269,6 @@ def test_chunked_prefill():
 
 def test_bfloat16_tokens_are_the_targets_argmax_up_to_a_small_gap():
     """B015, B016, B017."""
-    from dspark_hf.losslessness import greedy_gaps
-
     target = make_target("llama").bfloat16()
     prompt = make_prompt(6)
     plain = target.generate(prompt, max_new_tokens=32, do_sample=False)
@@ -248,6 +290,8 @@ def test_target_and_drafter_in_different_precisions(target_dtype, drafter_dtype,
     prompt = make_prompt(6)
     plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
     output, _ = run(target, prompt, drafter, 12)
+    assert output.shape == plain.shape
     if target_dtype == torch.float32:
         assert torch.equal(output, plain)
-    assert output.shape == plain.shape
+    else:
+        assert float(greedy_gaps(target, output, 6).max()) <= 0.25

@@ -182,7 +182,7 @@ REFUSED_IN_A_CALLABLE = ("num_beams", "use_cache", "speculation_type", "ensemble
 )
 @pytest.mark.filterwarnings("ignore")
 def test_modes_without_speculation_are_refused_before_compute(name, route):
-    """B060, B061, B054."""
+    """B061, B054."""
     options, message = REFUSED_MODES[name]
     target, drafter = make_target("qwen3"), make_drafter()
     calls = []
@@ -258,6 +258,34 @@ def test_nan_in_the_drafter_is_an_error(do_sample):
         make_target("qwen3").generate(
             PROMPT, max_new_tokens=6, do_sample=do_sample, assistant_model=drafter
         )
+
+
+@pytest.mark.parametrize("num_right", [0, 3, 4])
+@pytest.mark.parametrize("num_idle", [0, 1, 5])
+def test_other_ranks_may_finish_later(monkeypatch, num_right, num_idle):
+    """B063: a finished rank keeps stepping with the others, and its result stays as it was."""
+    target = make_target("mistral_swa")
+    expected = greedy(target, return_dict_in_generate=True)
+    idle = []
+
+    def unfinished(this_peer_finished, synced_gpus, device):
+        # What the host's all-reduce says on a rank that `num_idle` steps of others outlast.
+        assert synced_gpus
+        if not this_peer_finished:
+            return True
+        idle.append(1)
+        return len(idle) <= num_idle
+
+    monkeypatch.setattr(target, "_has_unfinished_sequences", unfinished)
+    calls = []
+    target.register_forward_pre_hook(lambda module, args: calls.append(1))
+    drafter = make_scripted(make_drafter(), expected.sequences, num_right)
+    output = greedy(target, assistant_model=drafter, synced_gpus=True, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert len(calls) == 1 + output.statistics.rounds + num_idle
+    for layer, wanted in zip(output.cache.layers, expected.cache.layers, strict=True):
+        assert layer.get_seq_length() == wanted.get_seq_length()
+        torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-4, rtol=1e-4)
 
 
 def test_a_drafter_does_not_generate():

@@ -2,8 +2,8 @@
 Sampling keeps the target's distribution: chi-square tests with fixed seeds.
 
 Error bound: every test fails a correct implementation with probability 1e-4 over the choice of the
-seed; with about 20 of them, 0.2 % for the file. The loop's parts are run on 20,000 rows at once,
-composed as the loop composes them, and the composition itself on 2,000 real calls.
+seed; with about 30 of them, 0.3 % for the file. The loop's parts are run on 20,000 rows at once,
+composed as the loop composes them, and the composition itself on 1,500 real calls.
 """
 
 import itertools
@@ -20,12 +20,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dspark_hf.drafting import probabilities
+from dspark_hf import collect_statistics, modeling_dspark
+from dspark_hf.drafting import probabilities, sample
+from dspark_hf.generation import decoding
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.generation.verification import threshold_lengths, verify_sampling
 from tiny import make_drafter, make_target
 
 VOCAB, DRAWS, ALPHA = 8, 20_000, 1e-4
+LENGTH = 3
 PROMPT = torch.tensor([[3, 5, 4, 6]])
 ANCHOR = 2
 
@@ -109,23 +112,25 @@ def verify_rows(target, ids, block, processors, lengths, one_hot=False):
     return verify_sampling(probabilities(scores)[inverse], block.tokens, q, lengths)
 
 
-def pair_counts(target, verification, processors):
-    """Counts of the first two emitted tokens; the second is drawn from p where the round gave "
-    "one."""
-    first, second = verification.tokens[:, 0], verification.tokens[:, 1].clone()
-    alone = verification.num_accepted == 0
-    ids = torch.cat((PROMPT, torch.tensor([[ANCHOR]])), dim=1)
-    for token in range(VOCAB):
-        rows = alone & (first == token)
-        if rows.any():
-            p = next_probs(target, torch.cat((ids, torch.tensor([[token]])), dim=1), processors)
-            second[rows] = torch.multinomial(p[0], int(rows.sum()), replacement=True)
-    return torch.bincount(first * VOCAB + second, minlength=VOCAB**2)
+def path_counts(target, verification, processors):
+    """Counts of the first three emitted tokens; those that the round did not give come from p."""
+    tokens = verification.tokens[:, :LENGTH].clone()
+    for i in range(1, LENGTH):
+        missing = verification.num_accepted < i
+        if missing.any():
+            committed = torch.full((int(missing.sum()), 1), ANCHOR)
+            ids = torch.cat((PROMPT.expand(len(committed), -1), committed), dim=1)
+            ids = torch.cat((ids, tokens[missing, :i]), dim=1)
+            unique, inverse = torch.unique(ids, dim=0, return_inverse=True)
+            p = next_probs(target, unique, processors)[inverse]
+            tokens[missing, i] = torch.multinomial(p, 1).squeeze(-1)
+    weights = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
+    return torch.bincount((tokens * weights).sum(dim=1), minlength=VOCAB**LENGTH)
 
 
 @pytest.mark.parametrize("name", WARPERS)
 @pytest.mark.parametrize("draws", ["sampled", "greedy"])
-def test_first_and_second_token_have_the_targets_distribution(name, draws):
+def test_the_first_three_tokens_have_the_targets_distribution(name, draws):
     """B001, B002, B003, B006, B039: for exact q and for one-hot q."""
     target, drafter, processors = small_target(), small_drafter(), WARPERS[name]
     sampled = draws == "sampled"
@@ -133,8 +138,29 @@ def test_first_and_second_token_have_the_targets_distribution(name, draws):
     lengths = torch.full((DRAWS,), 3)
     verification = verify_rows(target, ids, block, processors, lengths, one_hot=not sampled)
     assert 0 < verification.num_accepted.float().mean() < 3
-    counts = pair_counts(target, verification, processors)
-    assert_distributed_as(counts, exact_paths(target, processors, 2))
+    counts = path_counts(target, verification, processors)
+    assert_distributed_as(counts, exact_paths(target, processors, LENGTH))
+
+
+@pytest.mark.parametrize("num_right", range(4))
+@pytest.mark.parametrize("name", ["plain", "top_k"])
+def test_chosen_drafts_of_every_quality_keep_the_distribution(name, num_right):
+    """B003: the target's most likely tokens up to position k, its least likely ones behind."""
+    target, drafter, processors = small_target(), small_drafter(), WARPERS[name]
+    ids, block = draft_rows(drafter, target, DRAWS, processors, do_sample=False)
+    path = ids[:1]
+    for k in range(3):
+        p = next_probs(target, path, processors)[0]
+        choice = p.argmax() if k < num_right else p.argmin()
+        path = torch.cat((path, choice[None, None]), dim=1)
+    block.tokens = path[:, -3:].expand(DRAWS, -1)
+    lengths = torch.full((DRAWS,), 3)
+    verification = verify_rows(target, ids, block, processors, lengths, one_hot=True)
+    if name == "top_k":
+        # What the target never says is never accepted.
+        assert int(verification.num_accepted.max()) == num_right
+    counts = path_counts(target, verification, processors)
+    assert_distributed_as(counts, exact_paths(target, processors, LENGTH))
 
 
 def test_a_confidence_that_depends_on_the_drafts_cuts_without_bias():
@@ -153,8 +179,8 @@ def test_a_confidence_that_depends_on_the_drafts_cuts_without_bias():
     assert len(set(lengths.tolist())) > 1
     verification = verify_rows(target, ids, block, processors, lengths)
     assert bool((verification.num_accepted <= lengths).all())
-    counts = pair_counts(target, verification, processors)
-    assert_distributed_as(counts, exact_paths(target, processors, 2))
+    counts = path_counts(target, verification, processors)
+    assert_distributed_as(counts, exact_paths(target, processors, LENGTH))
 
 
 def test_choosing_the_cut_by_the_token_itself_would_be_biased():
@@ -179,17 +205,19 @@ def test_drafted_tokens_come_from_the_logits_that_are_handed_over():
 
 
 def test_accepted_share_is_the_overlap_of_p_and_q():
-    """B004: Σ min(p, q), on two tokens."""
-    p = torch.tensor([[0.7, 0.3]])
-    q = torch.tensor([[0.5, 0.5]])
-    tokens = torch.multinomial(q.expand(DRAWS, -1), 1)
-    rows_p = p[:, None].expand(DRAWS, 2, 2)
-    verification = verify_sampling(
-        rows_p, tokens, q[:, None].expand(DRAWS, 1, 2), torch.ones(DRAWS, dtype=torch.long)
-    )
-    accepted = verification.num_accepted.float().mean().item()
-    # Standard error 0.0028; four of them.
-    assert abs(accepted - 0.8) < 0.0113
+    """B004: α = Σ min(p, q) for one position, α + α² + α³ for three, on two tokens."""
+    p, q, alpha = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5]), 0.8
+    for num_drafts in (1, 3):
+        tokens = torch.multinomial(q.expand(DRAWS * num_drafts, -1), 1).reshape(DRAWS, -1)
+        accepted = verify_sampling(
+            p.expand(DRAWS, num_drafts + 1, 2),
+            tokens,
+            q.expand(DRAWS, num_drafts, 2),
+            torch.full((DRAWS,), num_drafts),
+        ).num_accepted.double()
+        expected = sum(alpha**k for k in range(1, num_drafts + 1))
+        # Four standard errors.
+        assert abs(accepted.mean() - expected) < 4 * accepted.std() / DRAWS**0.5
 
 
 @pytest.mark.parametrize(
@@ -202,7 +230,7 @@ def test_accepted_share_is_the_overlap_of_p_and_q():
     ids=["temperature", "threshold", "greedy-drafts"],
 )
 def test_generate_itself_has_the_targets_distribution(options):
-    """B001, B003, B021, B113: 2,000 calls of three tokens, all three compared."""
+    """B001, B003, B021, B113: 1,500 calls of three tokens, all three compared."""
     target = make_target(
         "qwen3", vocab_size=VOCAB, num_hidden_layers=1, hidden_size=16, initializer_range=0.4
     )
@@ -210,11 +238,16 @@ def test_generate_itself_has_the_targets_distribution(options):
     sampling = {name: value for name, value in options.items() if not name.startswith("dspark")}
     counts = torch.zeros((4,) * 3)
     pool = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    for _ in range(2000):
-        output = target.generate(
-            PROMPT, max_new_tokens=3, do_sample=True, assistant_model=drafter, **options
-        )
-        counts[tuple(pool[output[0, 4:]])] += 1
+    with collect_statistics() as statistics:
+        for _ in range(1500):
+            output = target.generate(
+                PROMPT, max_new_tokens=3, do_sample=True, assistant_model=drafter, **options
+            )
+            counts[tuple(pool[output[0, 4:]])] += 1
+    assert 0 < statistics.accepted < statistics.verified
+    if "dspark_confidence_threshold" in options:
+        # Every round that drafts three tokens here can verify one of them; some were cut to none.
+        assert statistics.verified < statistics.drafted // 3
     processors = target._get_logits_processor(
         _prepared(target, do_sample=True, **sampling), input_ids_seq_length=4
     )
@@ -230,6 +263,33 @@ def test_generate_itself_has_the_targets_distribution(options):
             cell = exact[tuple(pool[list(path)])]
             cell.index_add_(0, pool, weight * last)
     assert_distributed_as(counts, exact)
+
+
+def test_the_ratio_uses_the_very_probabilities_that_tokens_were_drawn_from(monkeypatch):
+    """B002: bit for bit, in bfloat16 too."""
+    drawn, used = [], []
+
+    def drawing(probs):
+        drawn.append(probs)
+        return sample(probs)
+
+    def verifying(target_probs, draft_tokens, draft_probs, verify_lengths):
+        used.append(draft_probs)
+        return verify_sampling(target_probs, draft_tokens, draft_probs, verify_lengths)
+
+    monkeypatch.setattr(modeling_dspark, "sample", drawing)
+    monkeypatch.setattr(decoding, "verify_sampling", verifying)
+    target, drafter = small_target().bfloat16(), small_drafter().bfloat16()
+    target.generate(
+        PROMPT, max_new_tokens=12, do_sample=True, temperature=0.7, assistant_model=drafter
+    )
+    used = [q for q in used if q is not None]
+    assert len(used) >= 2
+    for i, q in enumerate(used):
+        assert q.dtype == torch.float32
+        # The drafter draws a block of three whatever is verified of it.
+        for k in range(q.shape[1]):
+            assert torch.equal(q[:, k], drawn[3 * i + k])
 
 
 def _prepared(target, **options):

@@ -38,8 +38,7 @@ def generate(streamer, num_right=GAMMA, assistant=True, **options):
 
 
 def test_the_calls_are_those_of_plain_decoding():
-    """B022, B030: same values in the same shapes, one token a call, nothing behind the stop "
-    "token."""
+    """B022, B030: same values and shapes, one token a call, nothing behind the stop token."""
     for eos in (None, int(unstopped()[0, 10])):
         plain = Recorder()
         expected = generate(plain, assistant=False, eos_token_id=eos)

@@ -1,35 +1,177 @@
-"""Bad input: one error that names what was found and what to do, before any weight is read."""
+"""Bad inputs: each is refused before weights are read, with what was found and what to do."""
 
 import errno
 import json
+import re
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
+from safetensors import SafetensorError
 
 from checkpoints import (
+    DFLASH,
     GEMMA4,
+    GOLDEN,
     VANILLA,
     copy_checkpoint,
     edit_config,
     edit_tensors,
     no_weights_loaded,
     read_json,
-    same_weights,
     shard,
 )
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
+from dspark_hf.loading.description import describe
+from dspark_hf.loading.dialects import detect_dialect
 from tiny import make_drafter
 
 
-def assert_refused(source, message, kind=ValueError, **options):
-    with no_weights_loaded(), pytest.raises(kind, match=message):
+def refuse(source, message, error=ValueError, **options):
+    with no_weights_loaded(), pytest.raises(error, match=message) as caught:
         DSparkDrafter.from_pretrained(source, **options)
+    return str(caught.value)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return copy_checkpoint(tmp_path / "drafter")
+# -- files -----------------------------------------------------------------------------------------
 
+
+def test_a_missing_shard(tmp_path):
+    """An index names a file that is not there."""
+    folder = copy_checkpoint(tmp_path)
+    missing = shard(folder)[1]
+    (folder / missing).unlink()
+    refuse(folder, f"incomplete: its index lists {missing}.*Download it again", OSError)
+
+
+@pytest.mark.parametrize("cut", [1, 4000, "all but the header", 4])
+def test_a_file_cut_short(tmp_path, cut):
+    """Also where only the last byte is missing, and where not even the header is whole."""
+    file = copy_checkpoint(tmp_path) / "model.safetensors"
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    keep = {1: -1, 4000: -4000, 4: 4}.get(cut, header)
+    file.write_bytes(content[:keep])
+    refuse(tmp_path, rf"{file} is damaged \(.*\d+ bytes.*\)\. Download it again")
+
+
+def test_a_file_with_something_behind_its_end(tmp_path):
+    """Two downloads in one file."""
+    file = copy_checkpoint(tmp_path) / "model.safetensors"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes() + b"more")
+    refuse(tmp_path, f"is damaged .{size + 4} bytes found, {size} expected")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"{not json", b"[]", b'{"fc.weight": 3}', b'{"fc.weight": {"dtype": "F32"}}', b"\xff\xfe"],
+)
+def test_a_corrupt_header(tmp_path, header):
+    """The header is not a safetensors header."""
+    file = copy_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    refuse(tmp_path, "is damaged .its header is not a safetensors header")
+
+
+def test_a_page_saved_under_the_name_of_the_weights(tmp_path):
+    """An error page of a proxy, a Git LFS pointer."""
+    file = copy_checkpoint(tmp_path) / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\nsize 2790000000\n")
+    refuse(tmp_path, "is damaged .its header claims")
+
+
+def test_an_empty_weight_file(tmp_path):
+    """Zero bytes."""
+    (copy_checkpoint(tmp_path) / "model.safetensors").write_bytes(b"")
+    refuse(tmp_path, "is damaged .* the file has 0")
+
+
+@pytest.mark.parametrize("kind", ["lacks", "adds"])
+def test_index_and_shards_disagree(tmp_path, kind):
+    """The files come from different saves."""
+    folder = copy_checkpoint(tmp_path)
+    name = shard(folder)[0]
+    path = folder / "model.safetensors.index.json"
+    index = read_json(path)
+    if kind == "lacks":
+        del index["weight_map"]["fc.weight"]
+    else:
+        index["weight_map"]["ghost.weight"] = name
+    path.write_text(json.dumps(index), encoding="utf-8")
+    tensor = {"lacks": "fc.weight", "adds": "ghost.weight"}[kind]
+    refuse(folder, f"disagree about 1 tensors, for example {tensor}.*different saves")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
+def test_an_index_that_is_none(tmp_path, text):
+    """Not JSON, or not an index."""
+    folder = copy_checkpoint(tmp_path)
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    refuse(folder, "is not a safetensors index .*Download the file again")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth"])
+def test_pickled_weights_are_not_opened(tmp_path, name):
+    """Loading a pickle can run code."""
+    folder = copy_checkpoint(tmp_path)
+    (folder / "model.safetensors").unlink()
+    marker = tmp_path / "was_run"
+
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    torch.save(Evil(), folder / name)
+    message = r"has no model\.safetensors\. Only safetensors .*pickled.*Ask the author"
+    refuse(folder, message, OSError)
+    assert not marker.exists()
+
+
+def test_a_folder_without_a_config(tmp_path):
+    """Weights alone say nothing."""
+    (copy_checkpoint(tmp_path) / "config.json").unlink()
+    refuse(tmp_path, r"No config\.json of .*Check the path", OSError)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config\.json is not valid JSON .*Download the file again"),
+        ("", r"config\.json is not valid JSON"),
+        ('{"a": 1,}', r"config\.json is not valid JSON"),
+        ("[1]", "holds a JSON list, expected an object"),
+        ("null", "holds a JSON NoneType, expected an object"),
+        ('"qwen3"', "holds a JSON str, expected an object"),
+    ],
+)
+def test_a_config_that_is_no_json_object(tmp_path, text, message):
+    """The file is named."""
+    (copy_checkpoint(tmp_path) / "config.json").write_text(text, encoding="utf-8")
+    refuse(tmp_path, message)
+
+
+def test_a_path_that_is_a_file():
+    """The weights instead of their folder."""
+    file = GOLDEN / VANILLA / "model.safetensors"
+    refuse(file, rf"{file} is a file; give the folder", OSError)
+
+
+def test_a_path_that_does_not_exist(tmp_path):
+    """Not taken for the name of a repository."""
+    missing = tmp_path / "no" / "such"
+    refuse(missing, f"{missing} is neither an existing folder nor a Hub id", OSError)
+
+
+def test_an_unknown_repository_without_a_network(tmp_path):
+    """Offline, nothing in the cache."""
+    message = r"No config\.json of nobody/no-drafter was found.*Check the path or id"
+    refuse("nobody/no-drafter", message, OSError, cache_dir=tmp_path)
+
+
+# -- config.json -----------------------------------------------------------------------------------
 
 REQUIRED = (
     "block_size",
@@ -51,236 +193,421 @@ REQUIRED = (
 )
 
 
+@pytest.mark.parametrize("value", [..., None], ids=["absent", "null"])
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_missing_trained_fact_is_named(folder, key):
-    """B069, B083, B143: nothing is guessed."""
-    edit_config(folder, **{key: ...})
-    assert_refused(folder, rf"lacks {key}.*not guessed")
+def test_a_missing_key_of_a_published_config(tmp_path, key, value):
+    """B069, B083: named, and never filled with a default."""
+    folder = copy_checkpoint(tmp_path, **{key: value})
+    refuse(folder, rf"config\.json lacks {key}\. .*not guessed; take them from the original")
 
 
-def test_a_missing_rope_theta_is_named(folder):
-    """B087: no default of 10000 or 1e6."""
-    edit_config(folder, rope_parameters=...)
-    assert_refused(folder, "no rope_theta")
+@pytest.mark.parametrize(
+    "key",
+    ["global_head_dim", "attention_k_eq_v", "rope_parameters", "num_global_key_value_heads"],
+)
+def test_a_missing_key_of_a_published_gemma_config(tmp_path, key):
+    """B069, B086."""
+    folder = copy_checkpoint(tmp_path, GEMMA4, **{key: ...})
+    refuse(folder, rf"config\.json lacks {key}\.")
 
 
-@pytest.mark.parametrize("key", ["global_head_dim", "attention_k_eq_v", "rope_parameters"])
-def test_a_missing_gemma4_fact_is_named(tmp_path, key):
-    """B069, for the other family."""
-    edit_config(copy_checkpoint(tmp_path / "gemma", GEMMA4), **{key: ...})
-    assert_refused(tmp_path / "gemma", f"lacks {key}")
+@pytest.mark.parametrize(
+    "key",
+    [
+        "backbone_config",
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "num_target_layers",
+        "target_hidden_size",
+        "vocab_size",
+    ],
+)
+def test_a_missing_key_of_our_config(tmp_path, key):
+    """B069, B083."""
+    make_drafter().save_pretrained(tmp_path)
+    edit_config(tmp_path, **{key: ...})
+    refuse(tmp_path, f"{key}.*guessed")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": ...},
+        {"rope_parameters": None},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": ..., "rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_a_config_without_a_rotary_base(tmp_path, changes):
+    """B087: the host would use a default of its own."""
+    folder = copy_checkpoint(tmp_path, **changes)
+    refuse(folder, "states no rope_theta .*value the drafter was trained with; add it")
+
+
+def test_a_gemma_config_without_its_rotary_base(tmp_path):
+    """B087: that of the full-attention layers counts."""
+    rope = {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    folder = copy_checkpoint(tmp_path, GEMMA4, rope_parameters=rope)
+    refuse(folder, r"rope_parameters\.full_attention\.rope_theta is missing")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"block_size": 0}, "block_size must be an integer of at least 1, found 0"),
-        ({"block_size": "7"}, "block_size must be an integer"),
-        ({"mask_token_id": 160}, "mask_token_id is 160.*160 rows"),
-        ({"mask_token_id": -1}, "mask_token_id must be an integer of at least 0"),
-        ({"target_layer_ids": [1, 3, 8]}, "contains 8.*layers 0 to 7"),
-        ({"target_layer_ids": [3, 1, 6]}, "strictly increasing"),
-        ({"target_layer_ids": [1, 1, 6]}, "strictly increasing"),
-        ({"target_layer_ids": [-2, 3, 6]}, "at least -1"),
+        ({"block_size": -5}, "block_size .* found -5"),
+        ({"block_size": "5"}, "block_size .* found '5'"),
+        ({"target_layer_ids": [1, 3, 8]}, "contains 8, but a target of 8 layers .* 0 to 7"),
+        ({"target_layer_ids": [-2, 3, 6]}, "target_layer_ids .* at least -1, found -2"),
+        ({"target_layer_ids": [3, 1, 6]}, r"strictly increasing, found \[3, 1, 6\]"),
         ({"target_layer_ids": []}, "non-empty list"),
-        ({"markov_head_type": "ngram"}, "markov_head_type is 'ngram'"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is None"),
-        ({"model_type": "llama"}, "goes with model_type qwen3, found 'llama'"),
+        ({"mask_token_id": 160}, r"mask_token_id is 160, but the embedding has 160 rows"),
+        ({"mask_token_id": -1}, "mask_token_id .* found -1"),
+        ({"markov_head_type": "ngram"}, "'ngram'; known types are"),
+        ({"markov_rank": "8"}, "markov_rank .* found '8'"),
+        ({"model_type": "qwen3_5_text"}, "goes with model_type qwen3, found 'qwen3_5_text'"),
+        (
+            {"architectures": ["Gemma4DSparkModel"]},
+            "goes with model_type gemma4_text or gemma4_unified_text, found 'qwen3'",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "sliding_window is None and use_sliding_window is False. Give the window",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8},
+            "sliding_window is 8 and use_sliding_window is False.",
+        ),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "'linear_attention'.; Qwen3 draft layers are full_attention or",
+        ),
+        ({"layer_types": ["full_attention"]}, r"cannot be built .*`layer_types` \(1\)"),
+        ({"hidden_size": "32"}, "cannot be built .*'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 0}, "cannot be built .*ZeroDivisionError"),
+        ({"hidden_act": "nonsense"}, "cannot be built .*nonsense"),
+        ({"rope_parameters": [1e6]}, "cannot be built .*original checkpoint"),
     ],
 )
-def test_impossible_facts_are_refused(folder, changes, message):
-    """B070, B083, B089: both values named."""
-    edit_config(folder, **changes)
-    assert_refused(folder, message)
+def test_a_config_that_contradicts_itself(tmp_path, changes, message):
+    """B068, B070, B074, B083, B089: found by reading it, before any tensor is."""
+    refuse(copy_checkpoint(tmp_path, **changes), f"(?s){message}")
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("changes", "message"),
     [
-        ({"drop": ("fc.weight",)}, r"missing fc\.weight \(32, 96\)"),
-        ({"drop": ("confidence_head.proj.weight",)}, r"missing confidence_head\.proj\.weight"),
-        ({"extra.weight": torch.zeros(2)}, r"unexpected extra\.weight \(2,\)"),
-        ({"norm.weight": torch.zeros(8)}, r"norm\.weight has shape \(8,\).*asks for \(32,\)"),
-        ({"norm.weight": torch.zeros(32, dtype=torch.int8)}, "stored as I8"),
+        ({"enable_moe_block": True}, "no MoE blocks.*enable_moe_block=True"),
+        ({"hidden_size_per_layer_input": 256}, "no per-layer inputs.*=256"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping must be positive"),
     ],
 )
-def test_tensors_that_do_not_fit_are_listed(folder, edit, message):
-    """B115, B143: compared before loading, with both shapes."""
-    edit_tensors(folder, **edit)
-    assert_refused(folder, message)
+def test_a_gemma_config_of_another_kind(tmp_path, changes, message):
+    """B085, B086."""
+    refuse(copy_checkpoint(tmp_path, GEMMA4, **changes), message)
 
 
-def test_more_taps_than_the_projection_was_trained_for(folder):
-    """B067: the width of `fc` decides."""
-    edit_config(folder, target_layer_ids=[1, 3, 5, 6])
-    assert_refused(folder, r"fc\.weight has shape \(32, 96\), config\.json asks for \(32, 128\)")
+# -- tensors ---------------------------------------------------------------------------------------
 
 
-def test_damaged_files(folder):
-    """Cut short, foreign bytes, an absurd header length."""
-    path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-7])
-    assert_refused(folder, "damaged.*bytes found.*expected")
-    path.write_bytes(b"not a safetensors file at all")
-    assert_refused(folder, "damaged.*header claims")
-    path.write_bytes((4).to_bytes(8, "little") + b"abcd")
-    assert_refused(folder, "damaged.*not a safetensors header")
-    path.write_bytes(b"")
-    assert_refused(folder, "damaged")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fc.weight",
+        "layers.1.self_attn.k_norm.weight",
+        "markov_head.markov_w2.weight",
+        "norm.weight",
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_missing_tensor(tmp_path, name, sharded):
+    """B075, B143: never random."""
+    folder = copy_checkpoint(tmp_path)
+    edit_tensors(folder, drop=(name,))
+    if sharded:
+        shard(folder)
+    refuse(folder, rf"do not fit config\.json: missing {name} \(.*different checkpoints")
 
 
-def test_missing_shard_and_contradicting_index(folder):
-    """The file is named."""
-    names = shard(folder)
-    (folder / names[1]).rename(folder / "elsewhere")
-    assert_refused(folder, f"index lists {names[1]}", OSError)
-    (folder / "elsewhere").rename(folder / names[1])
-    index = read_json(folder / "model.safetensors.index.json")
-    index["weight_map"]["ghost.weight"] = names[0]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(folder, "disagree about 1 tensors.*ghost.weight")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    assert_refused(folder, "not a safetensors index")
+@pytest.mark.parametrize("name", ["extra.weight", "d2t", "layers.2.mlp.up_proj.weight"])
+def test_an_unexpected_tensor(tmp_path, name):
+    """B075, B081, B115: a weight that nothing would read means another layout."""
+    folder = copy_checkpoint(tmp_path)
+    edit_tensors(folder, **{name: torch.zeros(160, dtype=torch.long)})
+    refuse(folder, rf"do not fit config\.json: unexpected {name} \(160,\)")
 
 
-def test_pickled_weights_are_not_opened(folder):
-    """safetensors only, with the reason."""
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert_refused(folder, "Only safetensors weights are read.*run code", OSError)
-    assert_refused(folder, "only safetensors", use_safetensors=False)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("fc.weight", (32, 64)),
+        ("embed_tokens.weight", (159, 32)),
+        ("lm_head.weight", (40, 32)),
+        ("confidence_head.proj.weight", (1, 32)),
+        ("layers.0.self_attn.q_proj.weight", (64, 32)),
+    ],
+)
+def test_a_misshapen_tensor(tmp_path, name, shape):
+    """B070, B081, B111, B115: both shapes are told."""
+    folder = copy_checkpoint(tmp_path)
+    expected = tuple(safetensors.torch.load_file(folder / "model.safetensors")[name].shape)
+    edit_tensors(folder, **{name: torch.zeros(shape)})
+    text = f"{name} has shape {shape}, config.json asks for {expected}"
+    refuse(folder, re.escape(text))
 
 
-def test_code_of_a_repository_is_never_run(folder):
-    """Not on request, and not where nothing else is known."""
-    assert_refused(folder, "never runs code", trust_remote_code=True)
-    edit_config(folder, architectures=["TheirModel"], auto_map={"AutoModel": "theirs.TheirModel"})
-    assert_refused(folder, "ships its own code", UnsupportedCheckpointError)
+def test_config_and_weights_of_two_checkpoints(tmp_path):
+    """Many differences: some are listed, the rest are counted."""
+    folder = copy_checkpoint(tmp_path)
+    copy_checkpoint(tmp_path / "other", DFLASH)
+    (folder / "model.safetensors").write_bytes(
+        (tmp_path / "other" / "model.safetensors").read_bytes()
+    )
+    edit_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
+    text = refuse(folder, r"do not fit config\.json.*… and \d+ more\. The two come from different")
+    assert text.count(";") == 7
 
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool])
+def test_quantised_weights(tmp_path, dtype):
+    """B112: told as what they are, not loaded as numbers of another scale."""
+    folder = copy_checkpoint(tmp_path)
+    edit_tensors(folder, **{"fc.weight": torch.zeros(32, 96).to(dtype)})
+    refuse(folder, r"1 tensors are stored as \w+, for example fc\.weight.*unquantised checkpoint")
+
+
+# -- other layouts ---------------------------------------------------------------------------------
 
 FOREIGN = {
-    "speculators": ({"speculators_model_type": "dspark"}, "speculators checkpoint"),
-    "embedded": ({"dspark_block_size": 5}, "embedded DSpark drafter"),
-    "eagle3": ({"architectures": ["Qwen3Eagle3Model"]}, "DeepSpec Eagle3"),
-    "eagle3-gemma": ({"architectures": ["Gemma4Eagle3Model"]}, "DeepSpec Eagle3"),
-    "eagle3-eval": ({"architectures": ["Eagle3DraftModel"], "ttt_length": 7}, "DeepSpec Eagle3"),
+    "speculators": ({"speculators_model_type": "dspark"}, r"speculators checkpoint .*'dspark'"),
+    "speculators_eagle3": (
+        {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]},
+        "speculators checkpoint .*'eagle3'",
+    ),
+    "speculators_unknown_algorithm": (
+        {"speculators_model_type": "peagle", "architectures": ["DSparkDraftModel"]},
+        "speculators checkpoint .*'peagle'",
+    ),
+    "embedded": ({"dspark_block_size": 5}, "target with an embedded DSpark drafter"),
+    "embedded_taps": (
+        {"dspark_target_layer_ids": [40], "architectures": ["DeepseekV4ForCausalLM"]},
+        "target with an embedded DSpark drafter",
+    ),
+    "deepspec_eagle3": (
+        {"architectures": ["Qwen3Eagle3Model"]},
+        r"DeepSpec Eagle3 drafter \(Qwen3Eagle3Model\)",
+    ),
+    "deepspec_eagle3_gemma": (
+        {"architectures": ["Gemma4Eagle3Model"]},
+        r"DeepSpec Eagle3 drafter \(Gemma4Eagle3Model\)",
+    ),
+    "deepspec_eagle3_draft": (
+        {"architectures": ["Eagle3DraftModel"], "ttt_length": 7},
+        r"DeepSpec Eagle3 drafter \(Eagle3DraftModel\)",
+    ),
     "specforge": (
-        {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}},
-        "projector_type 'dspark'",
+        {
+            "architectures": ["DSparkDraftModel"],
+            "dflash_config": {"projector_type": "dspark"},
+        },
+        r"projector_type 'dspark' \(SpecForge or ModelOpt\)",
+    ),
+    "modelopt": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"projector_type": "dspark", "shift_label": True},
+        },
+        r"projector_type 'dspark' \(SpecForge or ModelOpt\)",
     ),
     "domino": (
-        {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "domino"}},
+        {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"projector_type": "domino"},
+        },
         "projector_type 'domino'",
     ),
-    "lfm2": ({"architectures": ["Lfm2DSparkDraftModel"]}, "LiquidAI"),
-    "k3": ({"architectures": ["K3DSparkModel"]}, "Kimi K3"),
-    "k3-bare": ({"architectures": ..., "model_type": "k3_dspark"}, "Kimi K3"),
-    "qwen35": ({"architectures": ["Qwen35DSparkModel"]}, "gated-attention"),
-    "z-lab": ({"architectures": ["DFlashDraftModel"]}, "z-lab DFlash"),
-    "other-dspark": ({"architectures": ["DSparkDraftModel"]}, "another trainer"),
+    "liquid": (
+        {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False},
+        r"LiquidAI LFM2 DSpark drafter \(Lfm2DSparkDraftModel\)",
+    ),
+    "k3": ({"architectures": ["K3DSparkModel"]}, "Kimi K3 DSpark drafter"),
+    "k3_by_model_type": (
+        {"architectures": ..., "model_type": "k3_dspark"},
+        "Kimi K3 DSpark drafter .*'k3_dspark'",
+    ),
+    "gated_qwen": ({"architectures": ["Qwen35DSparkModel"]}, "gated-attention Qwen3.5 DSpark"),
+    "dflash": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]},
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        },
+        r"z-lab DFlash drafter .*\(DFlashDraftModel\)",
+    ),
+    "dflash_without_architecture": (
+        {"architectures": ["Unheard"], "dflash_config": {"mask_token_id": 3}},
+        "DFlash drafter without a known architecture",
+    ),
+    "other_dspark": ({"architectures": ["DSparkDraftModel"]}, "DSpark drafter of another trainer"),
     "muse": (
-        {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
-        "Muse Glimmer",
+        {"architectures": ["MuseGlimmer"], "model_type": "muse_glimmer_assistant"},
+        "Muse Glimmer assistant, which the host library loads",
     ),
-    "eagle-llama": ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
-    "eagle-deepseek": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "EAGLE-3"),
-    "eagle-plain": (
-        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 100},
-        "EAGLE-3",
+    "eagle3_llama": (
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        r"EAGLE-3 drafter \(LlamaForCausalLMEagle3\)",
     ),
-    "nested-dflash": ({"architectures": ["Other"], "dflash_config": {"x": 1}}, "DFlash drafter"),
-    "ordinary": ({"architectures": ["Qwen3ForCausalLM"]}, "AutoModelForCausalLM"),
-    "nothing": ({"architectures": ...}, "unknown layout"),
+    "eagle3_speculators": ({"architectures": ["Eagle3LlamaForCausalLM"]}, "EAGLE-3 drafter"),
+    "eagle3_deepseek": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "EAGLE-3 drafter"),
+    "eagle3_draft": ({"architectures": ["Eagle3DraftModel"]}, "EAGLE-3 drafter"),
+    "eagle3_original": (
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000},
+        "EAGLE-3 drafter .LlamaForCausalLM with draft_vocab_size",
+    ),
+    "own_code": (
+        {"architectures": ["Mystery"], "auto_map": {"AutoModel": "code.Mystery"}},
+        r"unknown layout \(architectures \['Mystery'\].*never runs code of a repository",
+    ),
+    "ordinary": (
+        {"architectures": ["Qwen3ForCausalLM"]},
+        "unknown layout .*'qwen3'.*ordinary model, load it with AutoModelForCausalLM",
+    ),
+    "nameless": ({"architectures": ...}, "unknown layout .architectures None"),
+    "empty_list": ({"architectures": []}, r"unknown layout .architectures \[\]"),
+    "odd_list": ({"architectures": [["Qwen3DSparkModel"]]}, "unknown layout"),
+    "a_string": ({"architectures": "Qwen3DSparkModel"}, "unknown layout"),
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_every_other_layout_is_refused_by_name(folder, name):
-    """B074, B075: named, with what this version reads."""
-    changes, message = FOREIGN[name]
-    edit_config(folder, **changes)
-    assert_refused(folder, message, UnsupportedCheckpointError)
+@pytest.mark.parametrize("layout", FOREIGN)
+def test_another_layout_is_refused_by_name(tmp_path, layout):
+    """B071, B074, B075: and the weights of a published repository are not even fetched."""
+    changes, name = FOREIGN[layout]
+    folder = copy_checkpoint(tmp_path, **changes)
+    # The config decides, before weight files are looked for.
+    (folder / "model.safetensors").unlink()
+    text = refuse(folder, name, UnsupportedCheckpointError)
+    assert str(folder) in text
+    assert "This version reads its own layout and DeepSpec DSpark and DFlash drafters" in text
+
+
+@pytest.mark.parametrize("tensor", ["mtp.0.fc.weight", "mtp_dspark.fc.weight"])
+def test_an_embedded_drafter_that_only_its_tensors_tell(tmp_path, tensor):
+    """B075: the architecture says one thing, `mtp.*` another."""
+    folder = copy_checkpoint(tmp_path)
+    edit_tensors(folder, **{tensor: torch.zeros(4)})
+    refuse(folder, "target with an embedded DSpark drafter", UnsupportedCheckpointError)
+
+
+def test_an_eagle3_drafter_that_only_its_tensors_tell():
+    """B075: an ordinary config, `midlayer.*` tensors."""
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    with pytest.raises(UnsupportedCheckpointError, match="here is an EAGLE-3 drafter"):
+        detect_dialect(raw, "here", ["midlayer.input_layernorm.weight"])
+
+
+def test_a_repository_description_is_refused_alike(tmp_path):
+    """`inspect` says the same as loading."""
+    folder = copy_checkpoint(tmp_path, architectures=["K3DSparkModel"])
+    with pytest.raises(UnsupportedCheckpointError, match="Kimi K3"):
+        describe(str(folder))
+
+
+# -- options ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("tensor", "message"),
-    [("mtp.0.norm.weight", "embedded DSpark"), ("midlayer.norm.weight", "EAGLE-3")],
+    ("options", "message"),
+    [
+        ({"trust_remote_code": True}, "never runs code of a repository"),
+        ({"use_safetensors": False}, "only safetensors weights are read"),
+        (
+            {"quantization_config": transformers.BitsAndBytesConfig()},
+            "leave quantization_config to the target",
+        ),
+    ],
 )
-def test_layouts_told_by_their_tensors(folder, tensor, message):
-    """B075: the config alone would pass for another layout."""
-    edit_config(folder, architectures=["Unnamed"])
-    edit_tensors(folder, **{tensor: torch.zeros(2)})
-    from dspark_hf.loading.dialects import detect_dialect
-    from dspark_hf.loading.files import read_tensors
-
-    with pytest.raises(UnsupportedCheckpointError, match=message):
-        detect_dialect(read_json(folder / "config.json"), "x", read_tensors(str(folder)))
+def test_options_that_are_not_supported(options, message):
+    """B112."""
+    refuse(GOLDEN / VANILLA, message, **options)
 
 
-def test_config_json_that_is_none(folder):
-    """Absent, not JSON, not an object; a path that is a file or nothing."""
-    path = folder / "config.json"
-    assert_refused(path, "is a file", OSError)
-    path.write_text("{")
-    assert_refused(folder, "not valid JSON")
-    path.write_text("[]")
-    assert_refused(folder, "JSON list, expected an object")
-    path.unlink()
-    assert_refused(folder, r"No config\.json", OSError)
-    assert_refused("nobody/no-such-drafter", "nobody/no-such-drafter", OSError)
+@pytest.mark.parametrize(
+    "options", [{"trust_remote_code": False}, {"use_safetensors": True}, {"use_safetensors": None}]
+)
+def test_the_same_options_with_the_values_we_use(options):
+    """They are the host's own and may be given."""
+    assert DSparkDrafter.from_pretrained(GOLDEN / VANILLA, **options).config.block_size == 5
 
 
-def test_a_drafter_is_not_quantised_on_loading(folder):
-    """B112: that is the target's business."""
-    assert_refused(folder, "leave quantization_config to the target", quantization_config={"a": 1})
+def test_a_broken_generation_config(tmp_path):
+    """Read before the weights are."""
+    folder = copy_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text("{", encoding="utf-8")
+    refuse(folder, r"generation_config\.json.* is not a valid JSON file", OSError)
 
 
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, existing):
-    """An earlier checkpoint in the folder stays whole; a new folder is gone."""
-    target = tmp_path / "save"
-    old = make_drafter(seed=1)
-    if existing:
-        old.save_pretrained(target)
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
-    with pytest.raises(OSError, match=r"No space left.*save again"):
-        make_drafter(seed=2).save_pretrained(target)
-    monkeypatch.undo()
-    if existing:
-        assert same_weights(DSparkDrafter.from_pretrained(target), old)
-        assert not [path for path in target.iterdir() if path.name.startswith(".")]
-    else:
-        assert not target.exists()
+# -- saving ----------------------------------------------------------------------------------------
 
 
-def test_saving_to_a_file(tmp_path):
-    """A folder is asked for."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="is a file; give a folder"):
-        make_drafter().save_pretrained(tmp_path / "file")
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_missing_weights_do_not_become_random(folder, monkeypatch):
-    """B143: should the host ever load less than the header check promised."""
-    import transformers
+def full_disk(error):
+    save = safetensors.torch.save_file
 
-    host = transformers.PreTrainedModel.from_pretrained.__func__
+    def save_half(tensors, filename, *args, **kwargs):
+        save(tensors, filename, *args, **kwargs)
+        with open(filename, "r+b") as file:
+            file.truncate(100)
+        raise error
 
-    def forgetful(cls, *args, **kwargs):
-        model, info = host(cls, *args, **kwargs)
-        info["missing_keys"] = {"fc.weight"}
-        return model, info
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(forgetful))
-    with pytest.raises(ValueError, match=r"did not find \['fc.weight'\]"):
-        DSparkDrafter.from_pretrained(folder)
+    return save_half
 
 
-def test_copying_vanilla_changes_nothing(folder):
-    """The fixture itself is fine: every refusal above is due to its change."""
-    assert DSparkDrafter.from_pretrained(folder).config.block_size == 5
-    assert VANILLA
+FULL_DISK = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL_DISK, ids=["os_error", "safetensors_error"])
+@pytest.mark.parametrize("before", ["nothing", "empty folder", "checkpoint"])
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, error, before):
+    """Nothing half-written, an older checkpoint untouched, and the disk may be retried."""
+    folder = tmp_path / "drafter"
+    if before != "nothing":
+        folder.mkdir()
+    if before == "checkpoint":
+        make_drafter(seed=8).save_pretrained(folder, max_shard_size="20kB")
+    kept = contents(folder) if folder.exists() else None
+    drafter = make_drafter()
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.modeling_utils, "safe_save_file", full_disk(error))
+        with pytest.raises(OSError, match=f"Saving to {folder} failed .*No space left.*again"):
+            drafter.save_pretrained(folder)
+    assert (contents(folder) if folder.exists() else None) == kept
+    drafter.save_pretrained(folder)
+    assert DSparkDrafter.from_pretrained(folder).config.block_size == 4
+
+
+def test_any_other_failure_leaves_nothing_either(tmp_path, monkeypatch):
+    """An interrupted save."""
+    folder = tmp_path / "drafter"
+    monkeypatch.setattr(
+        transformers.modeling_utils, "safe_save_file", full_disk(KeyboardInterrupt())
+    )
+    with pytest.raises(KeyboardInterrupt):
+        make_drafter().save_pretrained(folder)
+    assert not folder.exists()
+
+
+def test_saving_to_a_path_that_is_a_file(tmp_path):
+    """The file stays."""
+    file = tmp_path / "drafter"
+    file.write_text("mine", encoding="utf-8")
+    with pytest.raises(OSError, match=f"{file} is a file; give a folder"):
+        make_drafter().save_pretrained(file)
+    assert file.read_text(encoding="utf-8") == "mine"
