@@ -7,6 +7,7 @@ vocabulary.
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -62,7 +63,6 @@ class DSparkDrafter(DSparkPreTrainedModel):
         # The draft layers read their own config; the host settles the attention kernel on the outer
         # one.
         backbone._attn_implementation = config._attn_implementation
-        self.backbone = get_backbone(backbone.model_type)
         self.embed_tokens = (
             self.backbone.build_input_embeddings(backbone, config.vocab_size)
             if config.stores_input_embeddings
@@ -87,8 +87,12 @@ class DSparkDrafter(DSparkPreTrainedModel):
         self.generation_config = GenerationConfig()
         self.post_init()
 
+    @property
+    def backbone(self) -> ModuleType:
+        """The family's functions. Looked up each time: a module in an attribute stops deepcopy."""
+        return get_backbone(self.config.backbone_config.model_type)
+
     # -- embedding and head
-    # ------------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> nn.Module | None:
         return self.embed_tokens if self.embed_tokens is not None else self._bound[0]
@@ -133,7 +137,6 @@ class DSparkDrafter(DSparkPreTrainedModel):
         return self
 
     # -- drafting
-    # ----------------------------------------------------------------------------------------------
 
     def new_context(
         self, batch_size: int, start_position: int = 0, target: PreTrainedModel | None = None
@@ -292,7 +295,6 @@ class DSparkDrafter(DSparkPreTrainedModel):
         return self.backbone.position_embeddings(self.rotary_emb, x, position_ids)
 
     # -- generate
-    # ----------------------------------------------------------------------------------------------
 
     def custom_generate(self, streamer: "BaseStreamer | None" = None) -> Callable:
         """
@@ -317,7 +319,6 @@ class DSparkDrafter(DSparkPreTrainedModel):
         )
 
     # -- loading and saving
-    # ------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(

@@ -1,5 +1,6 @@
 """Loading and saving what is right: every layout, option and way to store it."""
 
+import copy
 import json
 
 import pytest
@@ -517,3 +518,17 @@ def test_the_folder_of_a_config_edit_is_the_one_loaded(tmp_path):
     folder = copy_checkpoint(tmp_path)
     edit_config(folder, mask_token_id=3)
     assert DSparkDrafter.from_pretrained(folder).config.mask_token_id == 3
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_drafter_can_be_copied(bound):
+    """B034: deepcopy gives an equal drafter with weights of its own, bound modules included."""
+    target = make_target("qwen3")
+    drafter = make_drafter(stored=not bound)
+    if bound:
+        drafter.bind(target)
+    copied = copy.deepcopy(drafter)
+    assert same_weights(drafter, copied)
+    assert copied.fc.weight is not drafter.fc.weight
+    features, anchor = torch.randn(1, 6, 64), torch.tensor([7])
+    assert torch.equal(copied(features, anchor).logits, drafter(features, anchor).logits)
