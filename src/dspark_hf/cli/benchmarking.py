@@ -70,6 +70,7 @@ def run_bench(
         "machine": machine_facts(pair),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
+        "thinking": False,
         "confidence_threshold": threshold,
         "prompt_lookup_num_tokens": _LOOKUP_TOKENS,
         "sets": rows,

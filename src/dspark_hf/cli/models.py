@@ -37,13 +37,18 @@ class Pair:
     drafter: DSparkDrafter
 
     def encode(self, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:
-        """Model inputs for one prompt, through the chat template unless `raw` or there is none."""
+        """
+        Model inputs for one prompt, through the chat template unless `raw` or there is none.
+
+        Thinking is off where a template knows it: drafters are published for that mode.
+        """
         if raw or not self.tokenizer.chat_template:
             encoded = self.tokenizer(prompt, return_tensors="pt")
         else:
             encoded = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}],
                 add_generation_prompt=True,
+                enable_thinking=False,
                 return_tensors="pt",
                 return_dict=True,
             )
