@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from checkpoints import GEMMA4, GOLDEN, VANILLA, read_json
+from checkpoints import DFLASH, GEMMA4, GOLDEN, RNN, VANILLA, read_json
 from dspark_hf import DSparkConfig, DSparkDrafter
 from dspark_hf.loading.dialects import DEEPSPEC, normalise
 from tiny import make_drafter
@@ -34,6 +35,22 @@ def test_trained_facts_have_no_default(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"block_size": 0}, "block_size must be an integer of at least 1, found 0"),
+        ({"block_size": 2.5}, "block_size .* found 2.5"),
+        ({"num_target_layers": -4}, "num_target_layers .* found -4"),
+        ({"target_hidden_size": "32"}, "target_hidden_size .* found '32'"),
+        ({"vocab_size": 0}, "vocab_size .* found 0"),
+        ({"mask_token_id": -1}, "mask_token_id must be an integer of at least 0, found -1"),
+        ({"target_layer_ids": []}, r"non-empty list of layer numbers, found \[\]"),
+        ({"target_layer_ids": 3}, "non-empty list of layer numbers, found 3"),
+        ({"target_layer_ids": [-2, 2]}, "target_layer_ids .* at least -1, found -2"),
+        ({"target_layer_ids": [2, 0]}, r"strictly increasing, found \[2, 0\]"),
+        ({"target_layer_ids": [1, 1]}, r"strictly increasing, found \[1, 1\]"),
+        ({"markov_rank": -1}, "markov_rank must be an integer of at least 0, found -1"),
+        ({"confidence_head": False}, "confidence_head_with_markov is set, .*head=False"),
+        ({"final_logit_softcapping": -30.0}, "must be positive or None, found -30.0"),
+        ({"backbone_config": {}}, "model_type is None; draft layers can be built for"),
+        ({"backbone_config": AutoConfig.for_model("llama")}, "model_type is 'llama'; draft"),
         ({"markov_head_type": "cond"}, "markov_head_type is 'cond'"),
         ({"markov_rank": 0}, "contradict each other"),
         ({"markov_head_type": None}, "contradict each other"),
@@ -49,7 +66,7 @@ def test_trained_facts_have_no_default(name):
     ],
 )
 def test_contradictions_are_refused(changes, message):
-    """B070, B083."""
+    """B068, B070, B083, B089: the field, what was found and what fits."""
     with pytest.raises(ValueError, match=message):
         DSparkConfig(**fields(**changes))
 
@@ -59,6 +76,36 @@ def test_dict_round_trip():
     config = make_drafter().config
     again = DSparkConfig.from_dict(copy.deepcopy(config.to_dict()))
     assert again.to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize("anchor_predicts", [True, False])
+@pytest.mark.parametrize("name", [VANILLA, RNN, DFLASH, GEMMA4])
+def test_every_fact_survives_saving(tmp_path, name, anchor_predicts):
+    """B071, B074, B097: one layout is written, and it has everything; the layout flag too."""
+    raw = read_json(GOLDEN / name / "config.json")
+    config = normalise(raw, DEEPSPEC, name, ["confidence_head.proj.bias"])
+    config.anchor_predicts = anchor_predicts
+    config.save_pretrained(tmp_path)
+    for loaded in (DSparkConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert type(loaded) is DSparkConfig
+        loaded.name_or_path = ""
+        assert loaded.to_dict() == config.to_dict()
+        assert type(loaded.backbone_config) is type(config.backbone_config)
+        assert loaded.block_width == raw["block_size"] + (not anchor_predicts)
+
+
+def test_taps_reach_from_the_embedding_to_the_last_layer():
+    """B067, B068: -1 is the input of the first layer; the last layer's raw output can be read."""
+    assert DSparkConfig(**fields(target_layer_ids=[-1, 3])).target_layer_ids == [-1, 3]
+
+
+def test_the_callers_backbone_is_kept_as_given():
+    """B034: a dictionary handed in stays as it was, an object handed in is used."""
+    given = fields()
+    before = copy.deepcopy(given["backbone_config"])
+    backbone = DSparkConfig(**given).backbone_config
+    assert given["backbone_config"] == before
+    assert DSparkConfig(**fields(backbone_config=backbone)).backbone_config is backbone
 
 
 def published(name, **sizes):
@@ -133,3 +180,44 @@ def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_h
         shared = ("embed_tokens.weight", "lm_head.weight")
         own = sum(t.numel() for key, t in state.items() if key not in shared)
         assert own == without_embedding_and_head
+
+
+def gemma4_on_meta(**changes):
+    raw = published(GEMMA4, **{**GEMMA4_12B, **changes})
+    with torch.device("meta"):
+        return DSparkDrafter(normalise(raw, DEEPSPEC, "published", ())).state_dict()
+
+
+def test_published_head_widths_are_stated_not_derived():
+    """B086, B087: 32 heads of 128 on a width of 2560; 16 global heads of 512 on 3840."""
+    config = normalise(published(VANILLA, **QWEN3_4B), DEEPSPEC, "published", ())
+    with torch.device("meta"):
+        state = DSparkDrafter(config).state_dict()
+    assert state["layers.0.self_attn.q_proj.weight"].shape == (4096, 2560)
+    assert state["fc.weight"].shape == (2560, 5 * 2560)
+    assert state["confidence_head.proj.weight"].shape == (1, 2816)
+    state = gemma4_on_meta()
+    assert state["layers.0.self_attn.q_proj.weight"].shape == (8192, 3840)
+    assert state["layers.0.self_attn.k_proj.weight"].shape == (512, 3840)
+    assert state["layers.0.self_attn.k_norm.weight"].shape == (512,)
+    assert "layers.0.self_attn.v_proj.weight" not in state
+
+
+def test_gemma_drafters_without_shared_key_values_have_both():
+    """B086: a value projection, and the local number of heads."""
+    state = gemma4_on_meta(attention_k_eq_v=False)
+    assert state["layers.0.self_attn.v_proj.weight"].shape == (8 * 512, 3840)
+    assert state["layers.0.self_attn.k_proj.weight"].shape == (8 * 512, 3840)
+
+
+def test_both_names_of_gemma_text_configs_are_read():
+    """B074."""
+    assert gemma4_on_meta(model_type="gemma4_unified_text").keys() == gemma4_on_meta().keys()
+
+
+def test_the_targets_layer_pattern_is_no_fact_about_the_drafter():
+    """B089, B112: Gemma 4 draft layers are full-attention layers whatever the copied list says."""
+    pattern = ["sliding_attention"] * 4 + ["full_attention"]
+    raw = published(GEMMA4, **GEMMA4_12B, layer_types=pattern)
+    config = normalise(raw, DEEPSPEC, "published", ())
+    assert config.backbone_config.layer_types == ["full_attention"] * 5

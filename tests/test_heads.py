@@ -104,3 +104,37 @@ def test_confidence_of_a_position_ignores_its_own_token():
             value = float(block.confidence_logits[0, k])
             assert seen.setdefault(key, value) == pytest.approx(value, abs=1e-5)
     assert len(seen) > 10
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_blocks_take_further_leading_axes(kind):
+    """B128: training has an anchor axis; each anchor's block is its own."""
+    head = make_drafter(markov=kind).markov_head
+    previous, hidden = torch.randint(0, 97, (2, 3, 5)), torch.randn(2, 3, 5, HIDDEN)
+    biases = head.block(previous, hidden)
+    assert biases.shape == (2, 3, 5, 97)
+    torch.testing.assert_close(biases[1, 2], head.block(previous[1, 2], hidden[1, 2]))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_drafted_path_is_what_the_heads_were_fed(kind):
+    """B081, B096: position k reads the token drafted at k - 1, the anchor at first; no state stays
+    from block to block."""
+    drafter = make_drafter(markov=kind)
+    features, anchor = torch.randn(1, 6, 64), torch.tensor([5])
+    block = drafter(features, anchor)
+    previous = torch.cat((anchor[:, None], block.tokens[:, :-1]), dim=1)
+    bias = drafter.markov_head.block(previous, block.hidden_states)
+    torch.testing.assert_close(block.logits, block.base_logits + bias)
+    confidence = drafter.confidence_head(block.hidden_states, drafter.markov_head.embed(previous))
+    torch.testing.assert_close(block.confidence_logits, confidence)
+    assert torch.equal(drafter(features, anchor).logits, block.logits)
+
+
+def test_without_heads_the_logits_are_the_base_logits():
+    """B114, B117: DFlash has neither head, and that is no error."""
+    drafter = make_drafter(markov=None, confidence=False)
+    block = drafter(torch.randn(1, 6, 64), torch.tensor([5]))
+    assert drafter.markov_head is None
+    assert block.confidence_logits is None
+    assert torch.equal(block.logits, block.base_logits)

@@ -175,7 +175,7 @@ def test_without_an_assistant_nothing_is_loaded():
 
 
 def test_several_texts_one_after_the_other():
-    """B060: the pipeline's own loop over its inputs."""
+    """The pipeline's own loop over its inputs."""
     target = make_target()
     texts = [TEXT, "w9 w8", "w33"]
     pipe, plain = make_pipeline(target, make_drafter()), make_pipeline(target)
@@ -183,3 +183,11 @@ def test_several_texts_one_after_the_other():
     found = pipe(texts, **GREEDY, max_new_tokens=6)
     expected = plain(texts, **GREEDY, max_new_tokens=6)
     assert found == expected
+
+
+def test_fields_reach_the_drafter():
+    """B094: as options of a call."""
+    pipe = make_pipeline(make_target(), make_drafter())
+    with collect_statistics() as statistics:
+        text_of(pipe, num_assistant_tokens=1)
+    assert max(statistics.verify_lengths) == 1

@@ -24,8 +24,8 @@ from tiny import make_drafter, make_prompt, make_target
 ROOT = Path(__file__).parents[1]
 
 
-def run(code, *arguments):
-    """Run code in a fresh process; returns what it printed, as JSON."""
+def start(code, *arguments):
+    """Run code in a fresh process."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -33,15 +33,24 @@ def run(code, *arguments):
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]),
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", textwrap.dedent(code), *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(code, *arguments):
+    """Run code in a fresh process; returns what it printed, as JSON."""
+    return result_of(start(code, *arguments))
+
+
+def result_of(process):
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(output.splitlines()[-1])
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -123,6 +132,25 @@ print(json.dumps({
         "pipeline": True,
         "pipeline_twice": False,
     }
+
+
+def test_any_name_can_be_the_first_import():
+    """B103: no import cycle between the host's lazy modules and the two of ours that import "
+    "them."""
+    first_imports = (
+        "from dspark_hf import DSparkConfig",
+        "from dspark_hf.generation import settings",
+    )
+    check = """
+import json, transformers
+print(json.dumps([
+    hasattr(transformers.GenerationMixin._assisted_decoding, "dspark_original"),
+    "dspark" in transformers.models.auto.configuration_auto.CONFIG_MAPPING,
+]))
+"""
+    processes = [start(first + check) for first in first_imports]
+    for process in processes:
+        assert result_of(process) == [True, True], process.args
 
 
 def test_the_string_form_of_a_pipeline_needs_one_import_only(tmp_path):

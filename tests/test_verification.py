@@ -4,6 +4,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from dspark_hf import drafting
+from dspark_hf.generation import verification
 from dspark_hf.generation.verification import (
     residual,
     threshold_lengths,
@@ -134,3 +136,107 @@ def test_threshold_cuts_at_the_first_position_below(threshold, kept):
     """B116: conditional confidences .9, .4, .99; not their product, and not the last one only."""
     logits = torch.tensor([[0.9, 0.4, 0.99]]).logit()
     assert threshold_lengths(logits, threshold).tolist() == [kept]
+
+
+@pytest.mark.parametrize("one_hot_q", [True, False])
+@pytest.mark.parametrize("accepted", range(5))
+def test_sampling_truth_table_for_certain_distributions(accepted, one_hot_q):
+    """B001, B003, B009, B014: with one-hot p and q nothing is left to chance."""
+    best = [3, 1, 4, 1, 5]
+    drafts = [[*best[:accepted], *[9] * (4 - accepted)]]
+    q = None if one_hot_q else one_hot(drafts)
+    for _ in range(5):
+        result = verify_sampling(one_hot([best]), torch.tensor(drafts), q, torch.tensor([4]))
+        assert result.num_accepted.tolist() == [accepted]
+        assert result.tokens[0, : accepted + 1].tolist() == best[: accepted + 1]
+
+
+def test_what_lies_behind_a_rows_length_is_never_looked_at():
+    """B056: neither the tokens nor their q."""
+    best, drafts = [[3, 1, 4, 1]] * 3, torch.tensor([[3, 1, 4]] * 3)
+    q = one_hot(drafts.tolist())
+    q[0] = q[1, 1:] = torch.nan
+    drafts[0, 0] = drafts[1, 1] = 9
+    result = verify_sampling(one_hot(best), drafts, q, torch.tensor([0, 1, 3]))
+    assert result.num_accepted.tolist() == [0, 1, 3]
+    assert [result.tokens[r, n].item() for r, n in enumerate([0, 1, 3])] == [3, 1, 1]
+
+
+def test_a_cut_row_draws_its_last_token_from_the_target_itself():
+    """B021, B118: nothing was rejected, so there is no residual, whatever q says."""
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]).expand(4000, 2, 3)
+    q = torch.tensor([[1.0, 0.0, 0.0]]).expand(4000, 1, 3)
+    drafts = torch.zeros(4000, 1, dtype=torch.long)
+    for draft_probs in (q, None):
+        tokens = verify_sampling(p, drafts, draft_probs, torch.zeros(4000)).tokens[:, 0]
+        assert abs((tokens == 0).float().mean() - 0.5) < 0.04
+        assert not (tokens == 2).any()
+
+
+def test_a_rejected_one_hot_draft_is_never_emitted():
+    """B003: q is one-hot, so the residual is p without the drafted token."""
+    p = torch.tensor([0.999, 0.0005, 0.0005]).expand(4000, 2, 3)
+    drafts = torch.ones(4000, 1, dtype=torch.long)
+    result = verify_sampling(p, drafts, None, torch.ones(4000, dtype=torch.long))
+    rejected = result.num_accepted == 0
+    assert rejected.any()
+    assert not (result.tokens[rejected, 0] == 1).any()
+
+
+def assert_distributed(tokens, p):
+    counts = torch.bincount(tokens, minlength=len(p)).double()
+    expected = p.double() / p.double().sum() * len(tokens)
+    assert chisquare(counts.numpy(), expected.numpy(), sum_check=False).pvalue > 1e-4
+
+
+def test_later_tokens_are_distributed_as_p_whatever_came_before():
+    """B004, B021: behind each first token, and where an even first token decides what is submitted
+    after it."""
+    p, q = (torch.tensor(values) for values in PAIRS["overlapping"])
+    draws = 50_000
+    drafts = torch.multinomial(q.expand(2 * draws, -1), 1).view(draws, 2)
+    lengths = torch.where(drafts[:, 0] % 2 == 0, 2, 1)
+    result = verify_sampling(p.expand(draws, 3, 4), drafts, q.expand(draws, 2, 4), lengths)
+    assert_distributed(result.tokens[:, 0], p)
+    for first in range(4):
+        rows = (result.tokens[:, 0] == first) & (result.num_accepted >= 1)
+        assert_distributed(result.tokens[rows, 1], p)
+
+
+def test_the_chi_square_tests_would_see_a_wrong_rule():
+    """A negative control: drawing the rejected token from p itself is found out."""
+    p, q = (torch.tensor(values) for values in PAIRS["overlapping"])
+    drafts = torch.multinomial(q.expand(50_000, -1), 1)[:, 0]
+    accepted = torch.rand(50_000) < p[drafts] / q[drafts]
+    tokens = torch.where(accepted, drafts, torch.multinomial(p.expand(50_000, -1), 1)[:, 0])
+    with pytest.raises(AssertionError):
+        assert_distributed(tokens, p)
+
+
+def test_greedy_ties_go_to_the_first_token():
+    """B013: the same winner as plain argmax."""
+    logits = torch.tensor([[[0.0, 2.0, 2.0, 1.0], [2.0, 0.0, 0.0, 2.0]]])
+    result = verify_greedy(logits, torch.tensor([[1]]), torch.tensor([1]))
+    assert result.tokens.tolist() == [[1, 0]]
+    assert result.num_accepted.tolist() == [1]
+
+
+def test_one_function_makes_the_probabilities():
+    """B002: low-precision logits become float32 once, and the same draw serves both sides."""
+    logits = torch.randn(3, 11).bfloat16()
+    probs = drafting.probabilities(logits)
+    assert probs.dtype == torch.float32
+    assert torch.equal(probs, torch.softmax(logits.float(), dim=-1))
+    assert verification.sample is drafting.sample
+
+
+def test_each_row_is_cut_by_its_own_confidences():
+    """B095, B113, B117, B118: certain positions pass any threshold, 0 keeps even the hopeless, a
+    confidence equal to the threshold is kept."""
+    inf = torch.inf
+    logits = torch.tensor([[2.0, 2.0, 2.0], [-2.0, 2.0, 2.0], [0.0, inf, -inf], [inf, inf, 5.0]])
+    assert threshold_lengths(logits, 0.5).tolist() == [3, 0, 2, 3]
+    assert threshold_lengths(logits, 1.0).tolist() == [0, 0, 0, 2]
+    assert threshold_lengths(logits, 0.0).tolist() == [3, 3, 3, 3]
+    # The product of .9 and .7 is .63: a cumulative rule would cut here.
+    assert threshold_lengths(torch.tensor([[0.9, 0.7, 0.99]]).logit(), 0.65).tolist() == [3]

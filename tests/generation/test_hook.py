@@ -328,3 +328,13 @@ def test_peft_wrapped_target(merged):
         input_ids=PROMPT, max_new_tokens=12, do_sample=False, assistant_model=drafter
     )
     assert torch.equal(output, expected)
+
+
+def test_continuous_batching_does_not_ignore_the_drafter():
+    """B060: refused before compute."""
+    target = make_target("qwen3")
+    calls = []
+    target.register_forward_pre_hook(lambda module, args: calls.append(1))
+    with pytest.raises(ValueError, match=r"generate_batch .*would ignore"):
+        target.generate_batch([PROMPT[0].tolist()], assistant_model=make_drafter())
+    assert not calls

@@ -154,6 +154,20 @@ def test_processors_that_write_in_place():
     torch.testing.assert_close(torch.cat(drafted.logits), raw, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("markov", [None, "vanilla"])
+def test_processors_that_write_in_place_leave_the_parallel_logits(markov):
+    """B034: `base_logits` are those of the parallel stage, with and without a processor."""
+    drafter = make_drafter(markov=markov)
+    torch.manual_seed(0)
+    features = torch.randn(1, 5, drafter.fc.in_features)
+    plain, processed = (
+        drafter(features, PROMPT[:, -1], logits_processor=processors, input_ids=PROMPT)
+        for processors in (None, LogitsProcessorList([InPlace()]))
+    )
+    assert torch.equal(plain.base_logits, processed.base_logits)
+    assert not torch.equal(plain.logits, processed.logits)
+
+
 @pytest.mark.parametrize(
     "options",
     [

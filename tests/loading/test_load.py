@@ -207,7 +207,7 @@ def test_binding_identical_copies_gives_them_up(tmp_path, as_modules):
 
 
 def test_binding_a_tied_target():
-    """B084, B142: a target that ties its two matrices lends both; nothing of it changes."""
+    """B084: a target that ties its two matrices lends both; nothing of it changes."""
     target = make_target(tie_word_embeddings=True)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     drafter = make_drafter(stored=False).bind(target)
@@ -368,7 +368,7 @@ def test_round_trip_through_our_layout(tmp_path, name, shard_size):
 
 @pytest.mark.parametrize("sizes", [("10kB", "1GB"), ("1GB", "10kB"), ("5kB", "20kB")])
 def test_saving_over_another_checkpoint_leaves_nothing_of_it(tmp_path, sizes):
-    """B082, B084: no stale file is left that the host would load instead of the new weights."""
+    """B084: no stale file is left that the host would load instead of the new weights."""
     note = tmp_path / "README.md"
     note.write_text("kept", encoding="utf-8")
     for seed, size in enumerate(sizes):

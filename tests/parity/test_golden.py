@@ -125,7 +125,7 @@ def assert_changed(blocks, name):
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_control_block_positions_off_by_one(monkeypatch, dense_name, shift):
-    """B051, B057: context at its own positions, the block one off."""
+    """B051: context at its own positions, the block one off."""
     drafter = load(dense_name)
     rotary = DSparkDrafter._rotary
 
@@ -189,6 +189,18 @@ def test_control_infill_layout(dense_name):
     blocks = run_rounds(drafter, dense_name)
     assert blocks[0].tokens.shape == (1, drafter.config.block_size)
     assert_changed(blocks, dense_name)
+
+
+def test_the_anchor_slot_of_an_infill_block_predicts_nothing(dense_name):
+    """B071: slots 1 to γ of a block of γ + 1, which are those of an anchor-first block as wide."""
+    infill, wide = load(dense_name), load(dense_name)
+    infill.config.anchor_predicts = False
+    wide.config.block_size += 1
+    for found, expected in zip(
+        run_rounds(infill, dense_name), run_rounds(wide, dense_name), strict=True
+    ):
+        assert torch.equal(found.hidden_states, expected.hidden_states[:, 1:])
+        assert torch.equal(found.base_logits, expected.base_logits[:, 1:])
 
 
 def test_control_taps_in_another_order(dense_name):

@@ -1,9 +1,10 @@
 """
 How `generate(assistant_model=drafter)` reaches our loop.
 
-Two methods of the host's `GenerationMixin` are wrapped: the one that validates a generation mode
-and the one that runs assisted decoding. Both look at the assistant and, unless it is one of our
-drafters, call the original with what they were given. `uninstall` puts the originals back.
+Three methods of the host's `GenerationMixin` are wrapped: the one that validates a generation mode,
+the one that runs assisted decoding, and continuous batching, which would ignore an assistant. All
+look at the assistant and, unless it is one of our drafters, call the original with what they were
+given. `uninstall` puts the originals back.
 """
 
 import functools
@@ -13,6 +14,7 @@ from .fields import register_fields
 
 _VALIDATE = "_validate_generation_mode"
 _DECODE = "_assisted_decoding"
+_BATCH = "generate_batch"
 
 
 def is_drafter(assistant: Any) -> bool:
@@ -24,13 +26,14 @@ def is_drafter(assistant: Any) -> bool:
 
 
 def install(mixin: type) -> None:
-    """Wrap the two methods of `mixin` (the host's `GenerationMixin`), once."""
+    """Wrap the methods of `mixin` (the host's `GenerationMixin`), once."""
     if hasattr(getattr(mixin, _DECODE), "dspark_original"):
         return
     from transformers import GenerationConfig
 
     register_fields(GenerationConfig)
-    for name, wrap in ((_VALIDATE, _wrap_validate), (_DECODE, _wrap_decode)):
+    wrappers = {_VALIDATE: _wrap_validate, _DECODE: _wrap_decode, _BATCH: _wrap_batch}
+    for name, wrap in wrappers.items():
         original = getattr(mixin, name)
         wrapped = wrap(original)
         wrapped.dspark_original = original
@@ -39,7 +42,7 @@ def install(mixin: type) -> None:
 
 def uninstall(mixin: type) -> None:
     """Put the host's own methods back."""
-    for name in (_VALIDATE, _DECODE):
+    for name in (_VALIDATE, _DECODE, _BATCH):
         original = getattr(getattr(mixin, name), "dspark_original", None)
         if original is not None:
             setattr(mixin, name, original)
@@ -77,3 +80,16 @@ def _wrap_decode(original):
         return decode(self, input_ids, *args, **kwargs)
 
     return assisted_decoding
+
+
+def _wrap_batch(original):
+    @functools.wraps(original)
+    def generate_batch(self, *args, **kwargs):
+        if is_drafter(kwargs.get("assistant_model")):
+            raise ValueError(
+                "generate_batch (continuous batching) would ignore the DSpark drafter. Call generate, "
+                "or drop assistant_model."
+            )
+        return original(self, *args, **kwargs)
+
+    return generate_batch
