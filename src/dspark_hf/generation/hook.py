@@ -87,8 +87,8 @@ def _wrap_batch(original):
     def generate_batch(self, *args, **kwargs):
         if is_drafter(kwargs.get("assistant_model")):
             raise ValueError(
-                "generate_batch (continuous batching) would ignore the DSpark drafter. Call generate, "
-                "or drop assistant_model."
+                "generate_batch (continuous batching) would ignore the DSpark drafter. Call "
+                "generate, or drop assistant_model."
             )
         return original(self, *args, **kwargs)
 
