@@ -199,7 +199,7 @@ def test_public_names():
 def test_a_published_drafter_is_not_mistaken_for_a_small_model(name, auto_class):
     """B075: the error names the architecture and the right call."""
     folder = str(GOLDEN / name)
-    message = rf"is a DSpark drafter .*DSparkModel.*DSparkDrafter\.from_pretrained\('{folder}'\)"
+    message = rf"is a drafter .*DSparkModel.*DSparkDrafter\.from_pretrained\('{folder}'\)"
     with pytest.raises(ValueError, match=message):
         auto_class.from_pretrained(folder)
 
@@ -208,7 +208,7 @@ def test_the_error_names_what_to_call_when_built_from_a_config():
     """B075: no folder is known then."""
     config = AutoConfig.from_pretrained(GOLDEN / VANILLA)
     config.name_or_path = ""
-    with pytest.raises(ValueError, match="this checkpoint is a DSpark drafter"):
+    with pytest.raises(ValueError, match="this checkpoint is a drafter"):
         AutoModelForCausalLM.from_config(config)
 
 
@@ -282,7 +282,7 @@ def test_uninstalling_puts_the_hosts_functions_back(tmp_path):
     finally:
         register()
     assert hasattr(GenerationMixin._assisted_decoding, "dspark_original")
-    with pytest.raises(ValueError, match="is a DSpark drafter"):
+    with pytest.raises(ValueError, match="is a drafter"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -305,3 +305,21 @@ def test_importing_the_package_changes_no_output():
 def test_the_host_reads_a_published_config_as_before(name):
     """B103: `AutoConfig` alone refuses nothing."""
     assert AutoConfig.from_pretrained(GOLDEN / name).model_type in ("qwen3", "gemma4_text")
+
+
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DSparkDraftModel", "K3DSparkModel"])
+def test_other_published_drafters_are_no_small_models_either(architecture, tmp_path):
+    """B075: also where this version cannot read them."""
+    from checkpoints import copy_checkpoint
+
+    folder = copy_checkpoint(tmp_path / "drafter", architectures=[architecture])
+    with pytest.raises(ValueError, match=rf"drafter \({architecture}\)"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_hosts_own_assistants_are_not_foreign():
+    """B103: what the host loads and runs itself goes to the host."""
+    from dspark_hf.loading.dialects import is_foreign_drafter
+
+    assert not is_foreign_drafter({"model_type": "muse_glimmer_assistant"})
+    assert is_foreign_drafter({"model_type": "qwen3", "architectures": ["DFlashDraftModel"]})

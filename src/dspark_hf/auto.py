@@ -50,16 +50,17 @@ def install(auto_factory: ModuleType) -> None:
             from .modeling_dspark import DSparkDrafter
 
             return DSparkDrafter
-        from .loading.dialects import DEEPSPEC_BACKBONES
+        from .loading.dialects import DEEPSPEC_BACKBONES, FOREIGN_ARCHITECTURES
 
-        drafters = [name for name in config.architectures or () if name in DEEPSPEC_BACKBONES]
+        known = {*DEEPSPEC_BACKBONES, *FOREIGN_ARCHITECTURES}
+        drafters = [name for name in config.architectures or () if name in known]
         if drafters:
             source = config.name_or_path or "this checkpoint"
             raise ValueError(
-                f"{source} is a DSpark drafter ({drafters[0]}) published with model_type "
-                f"{config.model_type!r}; an auto "
-                "class would turn it into an ordinary small model. Load it with "
-                f"dspark_hf.DSparkDrafter.from_pretrained({source!r})."
+                f"{source} is a drafter ({drafters[0]}) published with model_type "
+                f"{config.model_type!r}; an auto class would turn it into an ordinary small model. "
+                f"Load it with dspark_hf.DSparkDrafter.from_pretrained({source!r}), which reads it "
+                "or says which layout it is."
             )
         return original(config, model_mapping)
 

@@ -1,6 +1,7 @@
 """`pipeline(..., assistant_model=…)` with a drafter object, a path or a Hub id."""
 
 import functools
+import os
 from types import ModuleType
 from typing import Any
 
@@ -51,8 +52,9 @@ def uninstall(pipelines_base: ModuleType) -> None:
 def _load_drafter(model: Any, assistant: Any) -> Any:
     if is_drafter(assistant):
         return assistant
-    if not isinstance(assistant, str):
+    if not isinstance(assistant, str | os.PathLike):
         return None
+    assistant = os.fspath(assistant)
     from .loading.dialects import is_foreign_drafter
     from .loading.files import read_config
 

@@ -118,6 +118,11 @@ def load_drafter(
         raise ValueError(
             "use_safetensors=False is not supported: only safetensors weights are read."
         )
+    if kwargs.get("variant") is not None:
+        raise ValueError(
+            f"variant={kwargs['variant']!r} is not supported: one set of weights is read, and "
+            "dtype converts it."
+        )
     if kwargs.get("quantization_config") is not None:
         raise ValueError(
             "Drafters are not quantised on loading; leave quantization_config to the target."

@@ -16,6 +16,19 @@ DEEPSPEC = "deepspec"
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
 
+# Drafters of other layouts that their architecture alone gives away, for messages.
+FOREIGN_ARCHITECTURES = {
+    "Lfm2DSparkDraftModel": "a LiquidAI LFM2 DSpark drafter",
+    "K3DSparkModel": "a Kimi K3 DSpark drafter",
+    "Qwen35DSparkModel": "a gated-attention Qwen3.5 DSpark drafter",
+    "DFlashDraftModel": "a z-lab DFlash drafter or a relative of it",
+    "DSparkDraftModel": "a DSpark drafter of another trainer",
+    "LlamaForCausalLMEagle3": "an EAGLE-3 drafter",
+    "Eagle3LlamaForCausalLM": "an EAGLE-3 drafter",
+    "Eagle3DeepseekV2ForCausalLM": "an EAGLE-3 drafter",
+    "Eagle3DraftModel": "an EAGLE-3 drafter",
+}
+
 # Host model types under which DeepSpec drafters are published (the config is a copy of the
 # target's).
 _DEEPSPEC_MODEL_TYPES = {
@@ -123,8 +136,12 @@ def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[st
 
 
 def is_foreign_drafter(raw: dict[str, Any]) -> bool:
-    """Whether a config.json describes a drafter in somebody else's layout, supported or not."""
-    if raw.get("model_type") == DSparkConfig.model_type:
+    """
+    Whether a config.json describes a drafter in somebody else's layout, supported or not.
+
+    Ours is not foreign, and what the host runs by itself is not ours to judge.
+    """
+    if raw.get("model_type") in (DSparkConfig.model_type, "muse_glimmer_assistant"):
         return False
     return _architecture(raw) in DEEPSPEC_BACKBONES or _foreign_dialect(raw, ()) is not None
 
@@ -235,19 +252,8 @@ def _foreign_dialect(raw: dict[str, Any], tensor_names: Collection[str]) -> str 
     if "projector_type" in dflash:
         projector = dflash["projector_type"]
         return f"a drafter with dflash_config.projector_type {projector!r} (SpecForge or ModelOpt)"
-    named = {
-        "Lfm2DSparkDraftModel": "a LiquidAI LFM2 DSpark drafter",
-        "K3DSparkModel": "a Kimi K3 DSpark drafter",
-        "Qwen35DSparkModel": "a gated-attention Qwen3.5 DSpark drafter",
-        "DFlashDraftModel": "a z-lab DFlash drafter or a relative of it",
-        "DSparkDraftModel": "a DSpark drafter of another trainer",
-        "LlamaForCausalLMEagle3": "an EAGLE-3 drafter",
-        "Eagle3LlamaForCausalLM": "an EAGLE-3 drafter",
-        "Eagle3DeepseekV2ForCausalLM": "an EAGLE-3 drafter",
-        "Eagle3DraftModel": "an EAGLE-3 drafter",
-    }
-    if architecture in named:
-        return f"{named[architecture]} ({architecture})"
+    if architecture in FOREIGN_ARCHITECTURES:
+        return f"{FOREIGN_ARCHITECTURES[architecture]} ({architecture})"
     if raw.get("model_type") == "k3_dspark":
         return "a Kimi K3 DSpark drafter (model_type 'k3_dspark')"
     if raw.get("model_type") == "muse_glimmer_assistant":
