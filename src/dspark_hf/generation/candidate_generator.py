@@ -90,6 +90,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._logits_processor = logits_processor
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
+        self._captured: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self._has_warned = False
 
@@ -100,6 +101,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __exit__(self, *error: Any) -> None:
         self.taps.__exit__(*error)
 
+    def capture(self) -> None:
+        """Take what the taps read in the target's last forward, before anything else runs it."""
+        if self.settings.num_draft_tokens == 0:
+            self.taps.clear()
+            return
+        features = self.taps.take()
+        if self._prompt_mask is not None:
+            is_text = self._prompt_mask[0].to(features.device, torch.bool)
+            features, self._prompt_mask = features[:, is_text], None
+        self._captured = features
+
     def commit(self, num_positions: int | None = None) -> None:
         """
         Remember the features of the positions that the last target forward settled.
@@ -108,13 +120,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             num_positions (`int`, *optional*):
                 the first so many of its input positions; all by default (prefill).
         """
-        if self.settings.num_draft_tokens == 0:
-            self.taps.clear()
+        if self._captured is None:
             return
-        features = self.taps.take(num_positions)
-        if self._prompt_mask is not None:
-            is_text = self._prompt_mask[0].to(features.device, torch.bool)
-            features, self._prompt_mask = features[:, is_text], None
+        features, self._captured = self._captured[:, :num_positions], None
         # Whether the drafter runs again is known only later; projecting these rows can wait until
         # then.
         self._pending = (
@@ -184,6 +192,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             return input_ids, None
         is_prefill = self._pending is None and int(self.context.lengths[0]) == 0
+        self.capture()
         self.commit(None if is_prefill else n_last_matches + 1)
         proposal = self.propose(input_ids, self.settings.num_draft_tokens)
         if proposal.tokens.shape[1] == 0:

@@ -32,6 +32,7 @@ from .checks import (
     warn_if_useless,
 )
 from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
+from .rotary_limits import RotaryLimits
 from .settings import resolve_settings
 from .statistics import CallRecorder, RoundRecord
 from .stopping import TokenwiseStopping
@@ -125,6 +126,9 @@ class _DecodingLoop:
         self.kwargs = model_kwargs
         self.cache = model_kwargs["cache"]
         self.stopping = TokenwiseStopping(stopping_criteria)
+        self.rotary_limits = RotaryLimits(model.config.get_text_config(decoder=True))
+        # Cache positions that survive if the call fails: what the caller has seen, and no drafts.
+        self.settled = self.cache.get_seq_length()
         self.outputs = OutputRecorder.from_config(generation_config)
         self.recorder = CallRecorder()
         self.settings = resolve_settings(
@@ -149,15 +153,33 @@ class _DecodingLoop:
 
     def run(self, synced_gpus: bool) -> DSparkDecoderOnlyOutput | torch.Tensor:
         """Prefill, then rounds until done."""
-        device = self.input_ids.device
-        is_done = self._prefill()
-        with self.model._optimize_model_for_decode():
-            while self.model._has_unfinished_sequences(is_done, synced_gpus, device=device):
-                if is_done:
-                    self._idle_forward()
-                else:
-                    is_done = self._round()
+        try:
+            is_done = self._prefill()
+            with self.model._optimize_model_for_decode():
+                while self.model._has_unfinished_sequences(
+                    is_done, synced_gpus, device=self.input_ids.device
+                ):
+                    if is_done:
+                        self._idle_forward()
+                    else:
+                        is_done = self._round()
+        except BaseException:
+            self._roll_back()
+            raise
+        finally:
+            # The cache may live on with the caller, who does not crop after every forward.
+            for layer in self.cache.layers:
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
         return self._finish()
+
+    def _roll_back(self) -> None:
+        """Leave settled positions in the cache, layer by layer: a forward may have failed midway."""
+        for layer in self.cache.layers:
+            if getattr(layer, "is_croppable", False) and hasattr(layer, "get_seq_length"):
+                surplus = int(layer.get_seq_length()) - int(self.settled)
+                if surplus > 0 and getattr(layer, "record_past", True):
+                    layer.crop(-surplus)
 
     def _prefill(self) -> bool:
         if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
@@ -170,6 +192,8 @@ class _DecodingLoop:
         # From here on every forward is followed by a crop, which lets sliding layers roll back past
         # their window.
         self.cache.activate_past_recording()
+        self.settled = self.cache.get_seq_length()
+        self.generator.capture()
         self.generator.commit()
         logits = outputs.logits[:, -1].to(
             copy=True, dtype=torch.float32, device=self.input_ids.device
@@ -187,17 +211,19 @@ class _DecodingLoop:
         started = time.perf_counter()
         # One token always comes from the target itself, so drafts for the last one would be thrown
         # away.
-        proposal = self.generator.propose(
-            self.input_ids, self.config.max_length - self.input_ids.shape[1] - 1
-        )
+        proposal = self.generator.propose(self.input_ids, self._room())
         drafted = time.perf_counter()
         past_length = self.cache.get_seq_length()
         outputs = self._target_forward(proposal.tokens)
+        # At once: processors and criteria may run the target themselves.
+        self.generator.capture()
         verified = time.perf_counter()
         logits, scores = self._scores(outputs.logits, proposal.tokens)
         verification = self._verify(scores, proposal)
         tokens, num_accepted, confidences = self._read(verification, proposal)
 
+        # The anchor is settled by now; `_emit` settles the run as it reaches the caller.
+        self.settled = past_length + 1
         run = tokens[: num_accepted + 1]
         self.outputs.add_run(logits, scores, len(run))
         num_kept, is_done = self._emit(verification.tokens[:, : len(run)], run)
@@ -206,6 +232,7 @@ class _DecodingLoop:
 
         submitted = proposal.tokens.shape[1]
         self.cache.crop(-(submitted + 1 - num_kept))
+        self.settled = past_length + num_kept
         self.generator.commit(num_kept)
         self.kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, num_new_tokens=num_kept
@@ -214,6 +241,15 @@ class _DecodingLoop:
         self.recorder.statistics.draft_seconds += drafted - started
         self.recorder.statistics.verify_seconds += verified - drafted
         return is_done
+
+    def _room(self) -> int:
+        """Draft tokens that can be of use behind the anchor."""
+        room = self.config.max_length - self.input_ids.shape[1] - 1
+        if self.rotary_limits:
+            positions = self.kwargs.get("position_ids")
+            length = self.input_ids.shape[1] if positions is None else int(positions.max()) + 1
+            room = self.rotary_limits.limit(length - 1, room)
+        return room
 
     def _target_forward(self, drafts: torch.Tensor) -> ModelOutput:
         """The target on `[anchor, drafts]`, `(R, L + 1)` positions."""
@@ -292,7 +328,8 @@ class _DecodingLoop:
         self.input_ids = torch.cat((self.input_ids, run[:, :num_kept]), dim=1)
         self.recorder.statistics.new_tokens += num_kept
         if self.streamer is not None:
-            for token in tokens[:num_kept]:
+            for i, token in enumerate(tokens[:num_kept]):
+                self.settled += i > 0
                 self.streamer.put(torch.tensor([token]))
         return num_kept, is_done
 
@@ -320,10 +357,6 @@ class _DecodingLoop:
     def _finish(self) -> DSparkDecoderOnlyOutput | torch.Tensor:
         if self.streamer is not None:
             self.streamer.end()
-        for layer in self.cache.layers:
-            # The cache may live on with the caller, who does not crop after every forward.
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
         self.recorder.statistics.total_seconds = time.perf_counter() - self.started
         statistics = self.recorder.finish()
         warn_if_useless(self.drafter, statistics)

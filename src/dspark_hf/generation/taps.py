@@ -85,14 +85,17 @@ class TargetTaps:
         for states in self._states:
             states.clear()
 
-    def take(self, num_rows: int | None = None) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         """
         Hand over what was read since the last call: `(R, T, n·H)` in tap order, T positions of all
         forwards.
-
-        Args:
-            num_rows (`int`, *optional*): keep only the first so many positions.
         """
+        if not all(self._states):
+            raise ValueError(
+                "The target ran without its tapped layers being seen. A forward that was compiled "
+                "before may skip hooks: give the uncompiled target, or call torch._dynamo.reset() "
+                "before the first generate with a drafter."
+            )
         taps = [
             states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states
         ]
@@ -101,11 +104,11 @@ class TargetTaps:
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The tapped layers {self._layer_ids} returned {lengths} positions. The target "
-                "shortens the sequence "
-                "inside its layers, so their outputs cannot serve as context features."
+                "shortens the sequence inside its layers, so their outputs cannot serve as context "
+                "features."
             )
         device = taps[-1].device
-        return torch.cat([tap[:, :num_rows].to(device) for tap in taps], dim=-1)
+        return torch.cat([tap.to(device) for tap in taps], dim=-1)
 
     def _output_hook(self, states: list[torch.Tensor]) -> Callable:
         def hook(module, args, output):
