@@ -142,3 +142,113 @@ def test_callbacks_may_run_the_target(rows):
         assistant_model=drafter,
     )
     assert torch.equal(output, text)
+
+
+def stop_token():
+    """A text and a token that first comes up in the middle of a block."""
+    target, prompt = make_target("qwen3"), make_prompt(6, seed=8)
+    text = target.generate(prompt, max_new_tokens=20, do_sample=False)
+    return target, prompt, text, int(text[0, 9])
+
+
+@pytest.mark.parametrize("num_right", range(5))
+def test_constraints_are_not_asked_what_follows_the_stop_token(num_right):
+    """B036, B039: a grammar has no answer there, and plain decoding does not ask."""
+    target, prompt, text, eos = stop_token()
+
+    def allowed(batch_id, ids):
+        assert eos not in ids[6:].tolist()
+        return list(range(97))
+
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos}
+    expected = target.generate(prompt, prefix_allowed_tokens_fn=allowed, **options)
+    drafter = make_scripted(make_drafter(), text, num_right)
+    output = target.generate(
+        prompt, prefix_allowed_tokens_fn=allowed, assistant_model=drafter, **options
+    )
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 5, 18])
+def test_constraints_are_not_asked_past_the_last_token(new_tokens):
+    """B026, B036: a script that ends where the text ends."""
+    target, prompt, text, _ = stop_token()
+    script = text[0, : 6 + new_tokens].tolist()
+    output = target.generate(
+        prompt,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        prefix_allowed_tokens_fn=lambda batch_id, ids: [script[len(ids)]],
+        assistant_model=make_drafter(),
+    )
+    assert output[0].tolist() == script
+
+
+def test_sampling_under_a_mask_that_ends_with_the_text():
+    """B036: everything is forbidden behind the stop token, where no token is drawn."""
+    target, prompt, _, eos = stop_token()
+
+    def mask(input_ids, scores):
+        ended = bool((input_ids[:, 6:] == eos).any())
+        return torch.full_like(scores, -torch.inf) if ended else scores
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        target.generate(
+            prompt,
+            max_new_tokens=20,
+            do_sample=True,
+            eos_token_id=eos,
+            logits_processor=[mask],
+            assistant_model=make_drafter(),
+        )
+
+
+def test_no_token_to_draw_is_said_clearly():
+    """B009: also at the first token."""
+    with pytest.raises(ValueError, match="allow no token"):
+        make_target("qwen3").generate(
+            PROMPT,
+            max_new_tokens=4,
+            do_sample=True,
+            logits_processor=[lambda ids, scores: torch.full_like(scores, -torch.inf)],
+            assistant_model=make_drafter(),
+        )
+
+
+def test_dola_is_refused():
+    """B061: not ignored."""
+    with pytest.raises(ValueError, match="dola_layers='low'"):
+        make_target("qwen3").generate(
+            PROMPT, max_new_tokens=4, dola_layers="low", assistant_model=make_drafter()
+        )
+
+
+def test_a_threshold_in_the_call_outranks_the_drafters_policy():
+    """B094: setting it selects it."""
+    target, drafter = make_target("qwen3"), make_drafter()
+    drafter.generation_config.dspark_verification = "full"
+    options = {"max_new_tokens": 12, "do_sample": False, "assistant_model": drafter}
+    with collect_statistics() as statistics:
+        target.generate(PROMPT, dspark_confidence_threshold=0.99999, **options)
+    assert set(statistics.verify_lengths) == {0}
+
+
+def test_a_compiled_drafter_is_still_a_drafter():
+    """B107: recognised behind the wrapper."""
+    target = make_target("qwen3")
+    expected = target.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    compiled = torch.compile(make_drafter(), backend="eager")
+    output = target.generate(PROMPT, max_new_tokens=8, do_sample=False, assistant_model=compiled)
+    assert torch.equal(output, expected)
+
+
+def test_taps_that_saw_nothing_are_named():
+    """B107: a target that was compiled before may skip hooks."""
+    from dspark_hf.generation.taps import TargetTaps
+
+    with (
+        TargetTaps(make_target("qwen3"), [0, 2]) as taps,
+        pytest.raises(ValueError, match="without its tapped layers being seen"),
+    ):
+        taps.take()

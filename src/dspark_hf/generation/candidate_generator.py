@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..drafting import probabilities
+from .path_processors import DraftPathProcessors, read_the_text
 from .settings import THRESHOLD, DraftSettings
 from .taps import TargetTaps
 from .verification import threshold_lengths
@@ -35,6 +36,7 @@ class Proposal:
         num_drafted (`int`): tokens drafted per row.
         confidences (`torch.Tensor` of shape `(R, γ)`, *optional*):
             conditional confidence of the drafted tokens.
+        ends_text (`bool`): whether the last submitted token is known to be a stop token.
     """
 
     tokens: torch.Tensor
@@ -42,6 +44,7 @@ class Proposal:
     lengths: torch.Tensor
     num_drafted: int
     confidences: torch.Tensor | None
+    ends_text: bool = False
 
     @classmethod
     def empty(cls, anchor_ids: torch.Tensor) -> "Proposal":
@@ -67,6 +70,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             positions in the target's cache before this call.
         prompt_mask (`torch.Tensor` of shape `(R, P)`, *optional*):
             Which positions of the prompt are text; padding is no context. All of them by default.
+        stop_ids (`frozenset[int]`, *optional*): tokens behind which the text is over.
     """
 
     requires_model_outputs = True
@@ -82,12 +86,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         batch_size: int,
         start_position: int = 0,
         prompt_mask: torch.Tensor | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ):
         self.drafter = drafter
         self.settings = settings
         self.context = drafter.new_context(batch_size, start_position=start_position, target=target)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids)
         self._logits_processor = logits_processor
+        self._processors_read_text = read_the_text(logits_processor)
+        self._stop_ids = stop_ids
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
         self._captured: torch.Tensor | None = None
@@ -143,15 +150,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._pending is not None:
             self.drafter.extend(self.context, self._pending)
             self._pending = None
+        processors = self._logits_processor
+        if self._processors_read_text:
+            processors = DraftPathProcessors(processors, input_ids.shape[1], limit, self._stop_ids)
         block = self.drafter.draft(
             self.context,
             input_ids[:, -1],
             do_sample=self._do_sample,
-            logits_processor=self._logits_processor,
+            logits_processor=processors,
             input_ids=input_ids,
         )
         num_drafted = block.tokens.shape[1]
-        width = min(limit, num_drafted)
+        usable, ends_text = self._usable(block.tokens, min(limit, num_drafted))
+        width = usable
         lengths = block.tokens.new_full((block.tokens.shape[0],), width)
         confidences = None
         if block.confidence_logits is not None:
@@ -171,7 +182,22 @@ class DSparkCandidateGenerator(CandidateGenerator):
             lengths=lengths.to(device),
             num_drafted=num_drafted,
             confidences=confidences,
+            ends_text=ends_text and width == usable,
         )
+
+    def _usable(self, tokens: torch.Tensor, width: int) -> tuple[int, bool]:
+        """
+        Draft tokens up to a stop token, and whether there is one.
+
+        Looked at only where processors read the text: they must not be asked about what lies
+        behind. Whether token k is submitted depends on tokens before k alone, so the cut is
+        lossless.
+        """
+        if self._processors_read_text and self._stop_ids:
+            for k, token in enumerate(tokens[0, :width].tolist()):
+                if token in self._stop_ids:
+                    return k + 1, True
+        return width, False
 
     def get_candidates(
         self,

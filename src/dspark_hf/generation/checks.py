@@ -119,6 +119,12 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
             raise ValueError(
                 f"{name}={value!r} and a DSpark drafter both draft tokens; use one of the two."
             )
+    if config.dola_layers is not None:
+        raise ValueError(
+            f"dola_layers={config.dola_layers!r} cannot be combined with a DSpark drafter; "
+            "speculation "
+            "covers greedy decoding and sampling. Remove it, or drop assistant_model."
+        )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(
             f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the output "

@@ -43,6 +43,14 @@ if TYPE_CHECKING:
 
     from ..modeling_dspark import DSparkDrafter
 
+_NO_TOKEN = (
+    "The target's logits contain NaN or allow no token, so there is nothing to choose from. Check "
+    "the "
+    "target in this dtype with a plain forward, and the logits processors; float16 overflow and "
+    "damaged "
+    "weights are the usual causes."
+)
+
 
 def make_custom_generate(drafter: "DSparkDrafter", streamer: "BaseStreamer | None") -> Callable:
     """A callable for `generate(custom_generate=…)` that runs this loop."""
@@ -143,6 +151,7 @@ class _DecodingLoop:
             generation_config.do_sample,
             batch_size=input_ids.shape[0],
             start_position=past_length,
+            stop_ids=frozenset(self.stopping.stop_ids),
             prompt_mask=None if past_length else model_kwargs.get("attention_mask"),
         )
         self.forward = (
@@ -174,7 +183,8 @@ class _DecodingLoop:
         return self._finish()
 
     def _roll_back(self) -> None:
-        """Leave settled positions in the cache, layer by layer: a forward may have failed midway."""
+        """Leave settled positions in the cache, layer by layer: a forward may have failed "
+        "midway."""
         for layer in self.cache.layers:
             if getattr(layer, "is_croppable", False) and hasattr(layer, "get_seq_length"):
                 surplus = int(layer.get_seq_length()) - int(self.settled)
@@ -200,6 +210,9 @@ class _DecodingLoop:
         )
         # Processors may write in place, and raw logits are an output of their own.
         scores = self.logits_processor(self.input_ids, logits.clone())
+        has_token = not self.config.do_sample or bool((scores.amax(dim=-1) > -torch.inf).all())
+        if bool(scores.isnan().any()) or not has_token:
+            raise ValueError(_NO_TOKEN)
         token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
         self.outputs.add_prefill(outputs, logits, scores)
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
@@ -218,7 +231,7 @@ class _DecodingLoop:
         # At once: processors and criteria may run the target themselves.
         self.generator.capture()
         verified = time.perf_counter()
-        logits, scores = self._scores(outputs.logits, proposal.tokens)
+        logits, scores = self._scores(outputs.logits, proposal)
         verification = self._verify(scores, proposal)
         tokens, num_accepted, confidences = self._read(verification, proposal)
 
@@ -267,20 +280,23 @@ class _DecodingLoop:
         self.generator.taps.clear()
         return self.forward(**inputs, return_dict=True)
 
-    def _scores(self, raw: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, raw: torch.Tensor, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Raw and processed float32 logits `(R, L + 1, V)`; processors see the drafted path up to each
         position.
         """
-        length = drafts.shape[1] + 1
+        length = proposal.tokens.shape[1] + 1
         logits = raw[:, -length:].to(dtype=torch.float32, device=self.input_ids.device)
         if not self.logits_processor:
             return logits, logits
-        path = torch.cat((self.input_ids, drafts), dim=1)
+        path = torch.cat((self.input_ids, proposal.tokens), dim=1)
         start = self.input_ids.shape[1]
+        # Nothing follows a stop token, so nobody is asked what may follow it.
+        asked = length - proposal.ends_text
         scores = [
-            self.logits_processor(path[:, : start + i], logits[:, i].clone()) for i in range(length)
+            self.logits_processor(path[:, : start + i], logits[:, i].clone()) for i in range(asked)
         ]
+        scores += [logits[:, i] for i in range(asked, length)]
         return logits, torch.stack(scores, dim=1)
 
     def _verify(self, scores: torch.Tensor, proposal: Proposal) -> Verification:
@@ -307,13 +323,7 @@ class _DecodingLoop:
             [part.double() for part in parts], dim=1
         ).tolist()
         if not is_valid:
-            raise ValueError(
-                "The target's logits contain NaN or allow no token, so there is nothing to choose "
-                "from. Check the "
-                "target in this dtype with a plain forward, and the logits processors; float16 "
-                "overflow and damaged "
-                "weights are the usual causes."
-            )
+            raise ValueError(_NO_TOKEN)
         width = verification.tokens.shape[1]
         confidences = rest[width:] if proposal.confidences is not None else None
         return [int(token) for token in rest[:width]], int(num_accepted), confidences

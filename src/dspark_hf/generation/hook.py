@@ -22,7 +22,7 @@ def is_drafter(assistant: Any) -> bool:
     Whether an assistant drafts with our loop. Decided by a class attribute, so that nothing is
     imported.
     """
-    return getattr(type(assistant), "is_dspark_drafter", False)
+    return not isinstance(assistant, type) and bool(getattr(assistant, "is_dspark_drafter", False))
 
 
 def install(mixin: type) -> None:

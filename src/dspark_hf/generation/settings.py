@@ -67,6 +67,10 @@ def resolve_settings(
             f"off), found {threshold!r}."
         )
     verification = _lookup("dspark_verification", generation_config, drafter_config)
+    set_here = vars(generation_config)
+    if "dspark_confidence_threshold" in set_here and "dspark_verification" not in set_here:
+        # A threshold that outranks the drafter's policy selects its own.
+        verification = None
     if verification is None:
         verification = THRESHOLD if threshold > 0 else FULL
     _check_choice("dspark_verification", verification, VERIFICATION_POLICIES)
@@ -96,7 +100,7 @@ def _num_draft_tokens(
     # The host fills in its own default when nobody sets the field, so that value counts as unset.
     host_default = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]
     number = generation_config.num_assistant_tokens
-    if number is None or number == host_default:
+    if number is None or (type(number) is int and number == host_default):
         number = drafter_config.num_assistant_tokens
     if number is None:
         return block_size

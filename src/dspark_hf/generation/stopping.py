@@ -24,11 +24,11 @@ class TokenwiseStopping:
         self._max_length = min(
             (c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None
         )
-        self._stop_ids: set[int] = set()
+        self.stop_ids: set[int] = set()
         self._others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                self._stop_ids.update(criterion.eos_token_id.tolist())
+                self.stop_ids.update(criterion.eos_token_id.tolist())
             elif type(criterion) is not MaxLengthCriteria:
                 self._others.append(criterion)
 
@@ -51,7 +51,7 @@ class TokenwiseStopping:
         ids: Any = torch.cat((input_ids, run), dim=1) if self._others else None
         before = 0 if scores is None else len(scores) - len(tokens)
         for i, token in enumerate(tokens):
-            is_done = token in self._stop_ids or (
+            is_done = token in self.stop_ids or (
                 self._max_length is not None and length + i + 1 >= self._max_length
             )
             for criterion in self._others:

@@ -46,7 +46,7 @@ def verify_greedy(
     """
     best, tokens = target_logits.max(dim=-1)
     num_accepted = _leading(tokens[:, :-1] == draft_tokens, verify_lengths)
-    return Verification(tokens, num_accepted, ~best.isnan().any(dim=-1))
+    return Verification(tokens, num_accepted, _sound(best, num_accepted))
 
 
 def verify_sampling(
@@ -69,13 +69,14 @@ def verify_sampling(
         verify_lengths (`torch.Tensor` of shape `(R,)`): submitted tokens per row, at most L.
     """
     # A softmax over anything that is not a distribution is NaN everywhere.
-    is_valid = ~target_probs[..., 0].isnan().any(dim=-1)
+    marks = target_probs[..., 0]
     rows = torch.arange(draft_tokens.shape[0], device=draft_tokens.device)
     index = draft_tokens[..., None]
     accept_probs = target_probs[:, :-1].gather(-1, index).squeeze(-1)
     if draft_probs is not None:
         accept_probs = accept_probs / draft_probs.gather(-1, index).squeeze(-1)
     num_accepted = _leading(torch.rand_like(accept_probs) < accept_probs, verify_lengths)
+    is_valid = _sound(marks, num_accepted)
     rejected = num_accepted < verify_lengths.to(num_accepted.device)
     p = target_probs[rows, num_accepted]
     if draft_tokens.shape[1] > 0:
@@ -117,6 +118,12 @@ def threshold_lengths(confidence_logits: torch.Tensor, threshold: float) -> torc
         `torch.Tensor` of shape `(R,)`.
     """
     return _leading(confidence_logits.sigmoid() >= threshold, confidence_logits.shape[1])
+
+
+def _sound(marks: torch.Tensor, num_accepted: torch.Tensor) -> torch.Tensor:
+    """Rows of `(R, L + 1)` without NaN up to the token that is committed last."""
+    committed = torch.arange(marks.shape[1], device=marks.device) <= num_accepted[:, None]
+    return ~(marks.isnan() & committed).any(dim=-1)
 
 
 def _leading(flags: torch.Tensor, limit: torch.Tensor | int) -> torch.Tensor:
