@@ -217,3 +217,31 @@ def test_examples_run(pair, name):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
+
+
+def test_a_saved_threshold_is_used_and_a_check_verifies_all_the_same(pair, tmp_path):
+    """B094, B100: the commands neither override the drafter's default nor pass on nothing."""
+    drafter = make_drafter()
+    drafter.generation_config.dspark_confidence_threshold = 0.99999
+    drafter.save_pretrained(tmp_path / "drafter")
+    models = ["--target", pair["target"], "--drafter", str(tmp_path / "drafter")]
+    common = ["--max-new-tokens", "9", "--dtype", "float32"]
+    assert "τ 1.00 over 8 rounds" in run("generate", *models, "buoy", *common)
+    path = tmp_path / "check.json"
+    run("check", *models, *common, "--draws", "0", "--num-prompts", "1", "--json", str(path))
+    assert json.loads(path.read_text())["float32"]["verified"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "buoy", "--threads", "-3"),
+        ("generate", "buoy", "--threshold", "7"),
+        ("generate", "buoy", "--num-draft-tokens", "-1"),
+        ("check", "--json", "no-such-folder/x.json"),
+    ],
+)
+def test_impossible_arguments_end_before_a_model_loads(pair, arguments, monkeypatch):
+    """One usage error, exit code 2."""
+    monkeypatch.setattr(cli_models, "load_pair", None)
+    run(arguments[0], *pair["models"], *arguments[1:], code=2)

@@ -5,6 +5,7 @@ Shapes: R rows, T context positions, n taps, H hidden size, W block slots, γ dr
 vocabulary.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -115,7 +116,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
         bit for bit.
 
         Raises:
-            `ValueError`: if the drafter's own copy differs from what is to be bound.
+            `ValueError`: the drafter's own copy differs from what is to be bound, or that has
+            another shape than the drafter was trained with.
         """
         if target is not None:
             input_embeddings = input_embeddings or target.get_input_embeddings()
@@ -126,7 +128,11 @@ class DSparkDrafter(DSparkPreTrainedModel):
             _check_identical("embedding", self.embed_tokens, input_embeddings)
         if shares_output:
             _check_identical("output head", self.lm_head, output_embeddings)
-        # Both are checked before one is given up.
+        self._check_shape("embedding", input_embeddings)
+        self._check_shape("output head", output_embeddings)
+        # Both are checked before one is given up; the config may be shared with another drafter.
+        if shares_input or shares_output:
+            self.config = copy.deepcopy(self.config)
         if shares_input:
             self.embed_tokens = None
             self.config.stores_input_embeddings = False
@@ -135,6 +141,40 @@ class DSparkDrafter(DSparkPreTrainedModel):
             self.config.stores_output_embeddings = False
         self._bound = (input_embeddings or self._bound[0], output_embeddings or self._bound[1])
         return self
+
+    def _check_shape(self, name: str, module: nn.Module | None) -> None:
+        weight = getattr(module, "weight", None)
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        # A quantised weight has a shape of its own.
+        if weight is None or not weight.is_floating_point() or tuple(weight.shape) == expected:
+            return
+        rows, width = weight.shape
+        # Some targets keep spare rows in their embedding; logits have none.
+        if name == "embedding" and rows > expected[0] and width == expected[1]:
+            return
+        raise ValueError(
+            f"The {name} to be bound has shape {tuple(weight.shape)}; this drafter needs "
+            f"{expected}. "
+            "It was made for another target."
+        )
+
+    def set_input_embeddings(self, value: nn.Module) -> NoReturn:
+        """The embedding is a trained fact. Raises `TypeError`."""
+        raise TypeError(
+            "A drafter's embedding is not replaced; use drafter.bind(...) to share one."
+        )
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> NoReturn:
+        """The output head is a trained fact. Raises `TypeError`."""
+        raise TypeError("A drafter's head is not replaced; use drafter.bind(...) to share one.")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """The vocabulary is a trained fact of every head. Raises `TypeError`."""
+        raise TypeError(
+            "A drafter's vocabulary cannot be resized: its heads were trained for its target's. "
+            "Train "
+            "a drafter for the resized target."
+        )
 
     # -- drafting
 

@@ -532,3 +532,45 @@ def test_a_drafter_can_be_copied(bound):
     assert copied.fc.weight is not drafter.fc.weight
     features, anchor = torch.randn(1, 6, 64), torch.tensor([7])
     assert torch.equal(copied(features, anchor).logits, drafter(features, anchor).logits)
+
+
+def test_a_generation_config_given_on_loading_is_kept(tmp_path):
+    """B094: over the one in the folder."""
+    make_drafter().save_pretrained(tmp_path)
+    given = GenerationConfig(num_assistant_tokens=1)
+    loaded = DSparkDrafter.from_pretrained(tmp_path, generation_config=given)
+    assert loaded.generation_config.num_assistant_tokens == 1
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_size": 64}, {"vocab_size": 60}])
+def test_binding_another_targets_modules_is_refused(overrides):
+    """B084, B111: both shapes named, and the drafter stays unbound."""
+    drafter = make_drafter(stored=False)
+    with pytest.raises(ValueError, match=r"has shape .* this drafter needs \(97, 32\)"):
+        drafter.bind(make_target("qwen3", **overrides))
+    assert drafter.get_input_embeddings() is None
+
+
+def test_the_vocabulary_of_a_drafter_is_fixed():
+    """B084: neither its own modules nor a bound target's are resized or replaced."""
+    target = make_target("qwen3")
+    drafter = make_drafter(stored=False).bind(target)
+    with pytest.raises(TypeError, match="cannot be resized"):
+        drafter.resize_token_embeddings(110)
+    with pytest.raises(TypeError, match="not replaced"):
+        drafter.set_input_embeddings(torch.nn.Embedding(97, 32))
+    with pytest.raises(TypeError, match="not replaced"):
+        drafter.set_output_embeddings(torch.nn.Linear(32, 97))
+    assert target.get_input_embeddings().weight.shape == (97, 32)
+
+
+def test_binding_leaves_a_shared_config_alone(tmp_path):
+    """B034: another drafter built from the same config still saves what it stores."""
+    target = make_target("qwen3", tie_word_embeddings=False)
+    first = make_drafter()
+    second = DSparkDrafter(first.config).eval()
+    first.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+    first.lm_head.weight.data.copy_(target.get_output_embeddings().weight)
+    first.bind(target)
+    second.save_pretrained(tmp_path)
+    assert same_weights(DSparkDrafter.from_pretrained(tmp_path), second)

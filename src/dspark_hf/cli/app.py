@@ -31,9 +31,25 @@ class Dtype(StrEnum):
 Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
-Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the result as JSON here.")]
+Threshold = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Confidence that cuts a block; default: the drafter's own."),
+]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Known before the models load, and not after the whole run."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {path} does not exist")
+    return path
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", callback=_writable, help="Also write the result as JSON here."),
+]
 
 
 def main() -> None:
@@ -54,8 +70,10 @@ def generate(
     max_new_tokens: NewTokens = 256,
     dtype: DtypeOption = Dtype.auto,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens verified.")] = None,
-    threshold: Annotated[float, typer.Option(help="Confidence that cuts a block; 0 is off.")] = 0.0,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Most tokens verified.")
+    ] = None,
+    threshold: Threshold = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Time a plain run as well.")] = False,
     threads: Threads = 0,
@@ -70,7 +88,8 @@ def generate(
         options["temperature"] = temperature
     if num_draft_tokens is not None:
         options["num_assistant_tokens"] = num_draft_tokens
-    options["dspark_confidence_threshold"] = threshold
+    if threshold is not None:
+        options["dspark_confidence_threshold"] = threshold
     run_generate(console, pair, pair.encode(prompt, raw), options, compare)
 
 
@@ -130,7 +149,7 @@ def bench(
     max_new_tokens: NewTokens = 128,
     dtype: DtypeOption = Dtype.bfloat16,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    threshold: Annotated[float, typer.Option(help="Confidence that cuts a block; 0 is off.")] = 0.0,
+    threshold: Threshold = None,
     threads: Threads = 1,
     json_path: Json = None,
 ) -> None:

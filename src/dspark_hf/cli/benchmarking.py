@@ -35,7 +35,7 @@ def run_bench(
     max_new_tokens: int,
     dtype: str,
     temperature: float,
-    threshold: float,
+    threshold: float | None,
     threads: int,
 ) -> dict[str, Any]:
     """Run every prompt of every set in every mode. Returns figures per set and in total."""
@@ -47,8 +47,10 @@ def run_bench(
     extra: dict[str, dict[str, Any]] = {
         "plain": {},
         "lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
-        "drafter": {"assistant_model": pair.drafter, "dspark_confidence_threshold": threshold},
+        "drafter": {"assistant_model": pair.drafter},
     }
+    if threshold is not None:
+        extra["drafter"]["dspark_confidence_threshold"] = threshold
     for mode in MODES:  # Warm up every path before anything is timed.
         timed(pair, pair.encode("Hello"), {**options, **extra[mode], "max_new_tokens": 8})
     rows, pooled = [], _Tally()

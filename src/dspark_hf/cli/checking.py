@@ -13,6 +13,8 @@ from ..losslessness import first_divergence, greedy_gaps, pair_probabilities, sa
 from .models import DEFAULT_PROMPTS, Pair, load_pair, machine_facts, read_prompts
 
 _TOP_K = 4
+# Whatever the drafter's own policy is: a check that verifies nothing shows nothing.
+_EVERYTHING = {"dspark_verification": "full", "dspark_confidence_threshold": 0.0}
 
 
 def run_check(
@@ -53,7 +55,9 @@ def _check_exact(
         for prompt in track(prompts, "float32, greedy", console=console, transient=True):
             inputs = pair.encode(prompt)
             plain = pair.target.generate(**inputs, **options)
-            drafted = pair.target.generate(**inputs, **options, assistant_model=pair.drafter)
+            drafted = pair.target.generate(
+                **inputs, **options, assistant_model=pair.drafter, **_EVERYTHING
+            )
             if torch.equal(plain, drafted):
                 identical += 1
             elif divergence is None:
@@ -72,6 +76,7 @@ def _check_exact(
     return {
         "prompts": len(prompts),
         "identical": identical,
+        "verified": statistics.verified,
         "accepted_length": statistics.accepted_length,
         "first_divergence": None if divergence is None else asdict(divergence),
     }
@@ -86,7 +91,8 @@ def _check_gaps(
         inputs = pair.encode(prompt)
         length = inputs["input_ids"].shape[1]
         for name, assistant in (("drafter", pair.drafter), ("plain", None)):
-            text = pair.target.generate(**inputs, **options, assistant_model=assistant)
+            extra = {"assistant_model": assistant, **_EVERYTHING} if assistant is not None else {}
+            text = pair.target.generate(**inputs, **options, **extra)
             gaps[name].append(greedy_gaps(pair.target, text, length).flatten())
     worst = {name: float(torch.cat(values).max()) for name, values in gaps.items()}
     console.print(
@@ -112,7 +118,9 @@ def _check_sampling(console: Console, pair: Pair, prompt: str, draws: int) -> di
     drawn = []
     torch.manual_seed(0)
     for _ in track(range(draws), "float32, sampling", console=console, transient=True):
-        output = pair.target.generate(**inputs, **options, assistant_model=pair.drafter)
+        output = pair.target.generate(
+            **inputs, **options, assistant_model=pair.drafter, **_EVERYTHING
+        )
         x, y = output[0, inputs["input_ids"].shape[1] :][:2].tolist()
         drawn.append((x, y))
     exact = pair_probabilities(pair.target, inputs["input_ids"], _TOP_K)

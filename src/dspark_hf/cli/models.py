@@ -52,6 +52,8 @@ class Pair:
                 return_tensors="pt",
                 return_dict=True,
             )
+        if encoded["input_ids"].shape[1] == 0:
+            raise ValueError("The prompt has no tokens; give some text.")
         return {
             name: encoded[name].to(self.target.device) for name in ("input_ids", "attention_mask")
         }

@@ -137,6 +137,7 @@ def load_drafter(
     if generation_config is not None:
         generation_config = GenerationConfig.from_pretrained(os.path.dirname(generation_config))
     want_info = kwargs.pop("output_loading_info", False)
+    given_generation_config = kwargs.pop("generation_config", None)
     drafter, info = host_from_pretrained(
         source, *args, config=config, output_loading_info=True, **kwargs
     )
@@ -145,6 +146,8 @@ def load_drafter(
         raise ValueError(
             f"{source}: the host library did not find {missing} when loading; it would be random."
         )
-    if generation_config is not None:
+    if given_generation_config is not None:
+        drafter.generation_config = given_generation_config
+    elif generation_config is not None:
         drafter.generation_config = generation_config
     return (drafter, info) if want_info else drafter
