@@ -143,9 +143,8 @@ class DSparkConfig(PreTrainedConfig):
             if getattr(self, name) is None:
                 raise ValueError(
                     f"DSparkConfig needs `{name}`, and it is missing. It was fixed when the "
-                    "drafter was "
-                    "trained and cannot be guessed: take it from the checkpoint's config.json or "
-                    "its author."
+                    "drafter was trained and cannot be guessed: take it from the checkpoint's "
+                    "config.json or its author."
                 )
         for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
             _require_int(name, getattr(self, name), minimum=1)
@@ -153,15 +152,13 @@ class DSparkConfig(PreTrainedConfig):
         if self.backbone_config.model_type not in BACKBONES:
             raise ValueError(
                 f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
-                "can be "
-                f"built for {', '.join(map(repr, BACKBONES))}."
+                f"can be built for {', '.join(map(repr, BACKBONES))}."
             )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} "
-                "rows "
-                f"(0 to {self.vocab_size - 1}). Check config.json: the two must come from the "
-                "same training."
+                f"rows (0 to {self.vocab_size - 1}). Check config.json: the two must come from "
+                "the same training."
             )
         self._validate_taps()
         self._validate_heads()
@@ -177,16 +174,13 @@ class DSparkConfig(PreTrainedConfig):
         if list(ids) != sorted(set(ids)):
             raise ValueError(
                 f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
-                "projection "
-                "was trained on one order of the taps."
+                "projection was trained on one order of the taps."
             )
         if ids[-1] >= self.num_target_layers:
             raise ValueError(
                 f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
-                "layers has "
-                f"layers 0 to {self.num_target_layers - 1}. If the ids count hidden states (0 = "
-                "embedding), "
-                "subtract 1 from each."
+                f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
+                "states (0 = embedding), subtract 1 from each."
             )
 
     def _validate_heads(self) -> None:
@@ -200,8 +194,8 @@ class DSparkConfig(PreTrainedConfig):
         if (self.markov_head_type is None) != (self.markov_rank == 0):
             raise ValueError(
                 f"markov_head_type={self.markov_head_type!r} and markov_rank={self.markov_rank} "
-                "contradict "
-                "each other: a Markov head needs both, a drafter without one has None and 0."
+                "contradict each other: a Markov head needs both, a drafter without one has None "
+                "and 0."
             )
         if self.confidence_head_with_markov and not (
             self.confidence_head and self.markov_head_type
@@ -209,8 +203,8 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(
                 "confidence_head_with_markov is set, but the drafter has "
                 f"confidence_head={self.confidence_head} and "
-                f"markov_head_type={self.markov_head_type!r}: "
-                "that input exists only when both heads do."
+                f"markov_head_type={self.markov_head_type!r}: that input exists only when both "
+                "heads do."
             )
         cap = self.final_logit_softcapping
         if cap is not None and not cap > 0:

@@ -154,8 +154,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
             return
         raise ValueError(
             f"The {name} to be bound has shape {tuple(weight.shape)}; this drafter needs "
-            f"{expected}. "
-            "It was made for another target."
+            f"{expected}. It was made for another target."
         )
 
     def set_input_embeddings(self, value: nn.Module) -> NoReturn:
@@ -172,8 +171,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
         """The vocabulary is a trained fact of every head. Raises `TypeError`."""
         raise TypeError(
             "A drafter's vocabulary cannot be resized: its heads were trained for its target's. "
-            "Train "
-            "a drafter for the resized target."
+            "Train a drafter for the resized target."
         )
 
     # -- drafting
@@ -222,8 +220,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
         if features.dim() != 3 or features.shape[0] != rows or features.shape[2] != width:
             raise ValueError(
                 f"features have shape {tuple(features.shape)}; this context needs ({rows}, T, "
-                f"{width}): "
-                f"{len(self.config.target_layer_ids)} taps of width "
+                f"{width}): {len(self.config.target_layer_ids)} taps of width "
                 f"{self.config.target_hidden_size}."
             )
         if features.shape[1] == 0:
@@ -403,8 +400,7 @@ def _refuse_nan(*logits: torch.Tensor) -> None:
     if any(bool(torch.isnan(part).any()) for part in logits):
         raise ValueError(
             "The drafter's logits contain NaN. Its weights or its dtype do not fit this target: "
-            "load "
-            "it with the target's dtype, and check the checkpoint with `dspark-hf inspect`."
+            "load it with the target's dtype, and check the checkpoint with `dspark-hf inspect`."
         )
 
 
@@ -428,13 +424,11 @@ def _check_identical(name: str, own: nn.Module, other: nn.Module) -> None:
         )
         raise ValueError(
             f"The drafter carries its own {name} ({tuple(own_weight.shape)} {own_weight.dtype}) "
-            "and the target's "
-            f"is another ({found}). Do not bind it: the drafter was trained with its own copy and "
-            "uses it."
+            f"and the target's is another ({found}). Do not bind it: the drafter was trained with "
+            "its own copy and uses it."
         )
     if not torch.equal(own_weight, other_weight.to(own_weight.device)):
         raise ValueError(
             f"The drafter carries its own {name}, and the target's has other values. Do not bind "
-            "it: the drafter "
-            "was trained with its own copy and uses it."
+            "it: the drafter was trained with its own copy and uses it."
         )

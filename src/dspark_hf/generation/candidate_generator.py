@@ -248,6 +248,5 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._has_warned = True
             logger.warning(
                 "dspark_verification='threshold' needs a confidence head, and this drafter has "
-                "none; "
-                "every drafted token is verified."
+                "none; every drafted token is verified."
             )

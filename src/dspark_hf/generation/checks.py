@@ -45,14 +45,13 @@ def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder model; DSpark drafters work with "
-            "decoder-only targets. "
-            "Generate without assistant_model, or use a decoder-only target."
+            "decoder-only targets. Generate without assistant_model, or use a decoder-only "
+            "target."
         )
     if getattr(target, "_is_stateful", False):
         raise ValueError(
             f"{type(target).__name__} keeps a recurrent state that cannot be rolled back after a "
-            "rejected draft. "
-            "Generate without assistant_model."
+            "rejected draft. Generate without assistant_model."
         )
     text = target.config.get_text_config(decoder=True)
     facts = (
@@ -64,25 +63,24 @@ def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
         if found != expected:
             raise ValueError(
                 f"This drafter was trained for another target: the target's {name} is {found}, "
-                "the drafter expects "
-                f"{expected}. Load the target named in the drafter's model card, or a drafter "
-                "made for "
+                f"the drafter expects {expected}. Load the target named in the drafter's model "
+                "card, or a drafter made for "
                 f"{target.config.name_or_path or type(target).__name__}."
             )
     stop_ids = _as_set(text.eos_token_id) | _as_set(target.generation_config.eos_token_id)
     if config.mask_token_id in stop_ids:
         raise ValueError(
             f"The drafter's mask_token_id {config.mask_token_id} is a stop token of this target "
-            f"({sorted(stop_ids)}). "
-            "The pair does not belong together, or one of the two configs was edited."
+            f"({sorted(stop_ids)}). The pair does not belong together, or one of the two configs "
+            "was edited."
         )
     own_stop_ids = _as_set(config.eos_token_id)
     if own_stop_ids and stop_ids and not own_stop_ids & stop_ids and drafter not in _WARNED_PAIRS:
         _WARNED_PAIRS.add(drafter)
         logger.warning(
             "The drafter was trained with stop tokens %s and this target stops at %s: perhaps "
-            "another version of the "
-            "target. The output is the target's own all the same; expect fewer accepted tokens.",
+            "another version of the target. The output is the target's own all the same; expect "
+            "fewer accepted tokens.",
             sorted(own_stop_ids),
             sorted(stop_ids),
         )
@@ -94,14 +92,12 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"num_beams={config.num_beams} cannot be combined with a DSpark drafter; speculation "
-            "covers greedy "
-            "decoding and sampling. Set num_beams=1, or drop assistant_model."
+            "covers greedy decoding and sampling. Set num_beams=1, or drop assistant_model."
         )
     if (config.num_return_sequences or 1) > 1:
         raise ValueError(
             f"num_return_sequences={config.num_return_sequences} cannot be combined with a DSpark "
-            "drafter yet. "
-            "Call generate once per sequence."
+            "drafter yet. Call generate once per sequence."
         )
     if config.use_cache is False:
         raise ValueError(
@@ -122,14 +118,12 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
     if config.dola_layers is not None:
         raise ValueError(
             f"dola_layers={config.dola_layers!r} cannot be combined with a DSpark drafter; "
-            "speculation "
-            "covers greedy decoding and sampling. Remove it, or drop assistant_model."
+            "speculation covers greedy decoding and sampling. Remove it, or drop assistant_model."
         )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(
             f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the output "
-            "distribution, and a "
-            "DSpark drafter never does. Remove it."
+            "distribution, and a DSpark drafter never does. Remove it."
         )
     if mode not in (
         GenerationMode.ASSISTED_GENERATION,
@@ -138,8 +132,7 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
     ):
         raise ValueError(
             f"Generation mode {mode.value!r} cannot be combined with a DSpark drafter; "
-            "speculation covers greedy "
-            "decoding and sampling."
+            "speculation covers greedy decoding and sampling."
         )
 
 
@@ -149,9 +142,8 @@ def check_processors(logits_processor: LogitsProcessorList) -> None:
         if isinstance(processor, _STATEFUL_PROCESSORS):
             raise ValueError(
                 f"{type(processor).__name__} keeps state from token to token, which drafted and "
-                "then rejected tokens "
-                "would spoil. Remove guidance_scale or watermarking_config, or drop "
-                "assistant_model."
+                "then rejected tokens would spoil. Remove guidance_scale or watermarking_config, "
+                "or drop assistant_model."
             )
 
 
@@ -160,8 +152,7 @@ def check_batch(input_ids: torch.Tensor) -> None:
     if input_ids.shape[0] != 1:
         raise ValueError(
             "A DSpark drafter takes one sequence at a time for now, got a batch of "
-            f"{input_ids.shape[0]}. "
-            "Call generate row by row, or drop assistant_model."
+            f"{input_ids.shape[0]}. Call generate row by row, or drop assistant_model."
         )
 
 
@@ -182,10 +173,9 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
         if not getattr(layer, "is_croppable", False):
             raise ValueError(
                 f"{type(layer).__name__} of the target's cache cannot be rolled back after a "
-                "rejected draft. Use the "
-                "default dynamic cache (leave cache_implementation unset), or generate without "
-                "assistant_model; "
-                "targets with a recurrent state have no cache that can."
+                "rejected draft. Use the default dynamic cache (leave cache_implementation "
+                "unset), or generate without assistant_model; targets with a recurrent state "
+                "have no cache that can."
             )
 
 
@@ -204,10 +194,9 @@ def warn_if_useless(drafter: "DSparkDrafter", statistics: "Statistics") -> None:
         return
     logger.warning(
         "None of %d drafted tokens was accepted in %d rounds, so the drafter only costs time "
-        "here. The text is the "
-        "target's own all the same. Usual causes: a drafter made for another version or mode of "
-        "the target, or a "
-        "wrong layout; `dspark-hf inspect` and `dspark-hf check` tell.",
+        "here. The text is the target's own all the same. Usual causes: a drafter made for "
+        "another version or mode of the target, or a wrong layout; `dspark-hf inspect` and "
+        "`dspark-hf check` tell.",
         statistics.verified,
         statistics.rounds,
     )

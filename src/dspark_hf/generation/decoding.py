@@ -44,11 +44,9 @@ if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDrafter
 
 _NO_TOKEN = (
-    "The target's logits contain NaN or allow no token, so there is nothing to choose from. Check "
-    "the "
-    "target in this dtype with a plain forward, and the logits processors; float16 overflow and "
-    "damaged "
-    "weights are the usual causes."
+    "The target's logits contain NaN or allow no token, so there is nothing to choose from. "
+    "Check the target in this dtype with a plain forward, and the logits processors; float16 "
+    "overflow and damaged weights are the usual causes."
 )
 
 

@@ -111,8 +111,7 @@ def _num_draft_tokens(
     if number > block_size:
         logger.warning(
             "num_assistant_tokens is %d, but this drafter was trained to draft %d tokens; longer "
-            "blocks lower the "
-            "acceptance of every position, so %d are drafted.",
+            "blocks lower the acceptance of every position, so %d are drafted.",
             number,
             block_size,
             block_size,

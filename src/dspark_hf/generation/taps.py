@@ -34,8 +34,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     if not found:
         raise ValueError(
             f"Found no list of {depth} decoder layers in {type(target).__name__}, so its layers "
-            "cannot be tapped. "
-            "DSpark needs a decoder-only target built from a list of layers."
+            "cannot be tapped. DSpark needs a decoder-only target built from a list of layers."
         )
     return min(found, key=lambda entry: entry[:2])[2]
 

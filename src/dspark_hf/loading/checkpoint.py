@@ -81,9 +81,8 @@ def check_tensors(
     if quantised:
         raise ValueError(
             f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for "
-            "example "
-            f"{quantised[0]}. Quantised drafters of this layout are not read; use the unquantised "
-            "checkpoint."
+            f"example {quantised[0]}. Quantised drafters of this layout are not read; use the "
+            "unquantised checkpoint."
         )
     problems = [f"missing {name} {expected[name]}" for name in sorted(set(expected) - set(tensors))]
     problems += [

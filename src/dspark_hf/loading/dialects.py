@@ -123,15 +123,14 @@ def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[st
     if refusal is None:
         refusal = (
             f"an unknown layout (architectures {raw.get('architectures')!r}, model_type "
-            f"{raw.get('model_type')!r}). "
-            "If it is an ordinary model, load it with AutoModelForCausalLM"
+            f"{raw.get('model_type')!r}). If it is an ordinary model, load it with "
+            "AutoModelForCausalLM"
         )
         if "auto_map" in raw:
             refusal += "; it ships its own code, and this library never runs code of a repository"
     raise UnsupportedCheckpointError(
         f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark and DFlash "
-        "drafters "
-        f"({', '.join(DEEPSPEC_BACKBONES)})."
+        f"drafters ({', '.join(DEEPSPEC_BACKBONES)})."
     )
 
 
@@ -172,8 +171,8 @@ def normalise(
         raise ValueError(
             f"{source}: architecture {_architecture(raw)} goes with model_type "
             f"{' or '.join(_DEEPSPEC_MODEL_TYPES[architecture])}, found "
-            f"{raw.get('model_type')!r}. The config.json "
-            "was edited or belongs to another checkpoint."
+            f"{raw.get('model_type')!r}. The config.json was edited or belongs to another "
+            "checkpoint."
         )
     build = _qwen3_backbone if architecture == "qwen3" else _gemma4_backbone
     return DSparkConfig(
@@ -272,8 +271,7 @@ def _require(raw: dict[str, Any], keys: Collection[str], source: str) -> None:
     if missing:
         raise ValueError(
             f"{source}: config.json lacks {', '.join(missing)}. These were fixed when the drafter "
-            "was trained and "
-            "are not guessed; take them from the original checkpoint."
+            "was trained and are not guessed; take them from the original checkpoint."
         )
 
 
@@ -283,8 +281,7 @@ def _qwen3_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if rope.get("rope_theta") is None and raw.get("rope_theta") is None:
         raise ValueError(
             f"{source}: config.json states no rope_theta (looked in rope_parameters, rope_scaling "
-            "and at top level). "
-            "It must be the value the drafter was trained with; add it."
+            "and at top level). It must be the value the drafter was trained with; add it."
         )
     layer_types = set(raw.get("layer_types") or ())
     if not layer_types <= {"full_attention", "sliding_attention"}:
@@ -307,8 +304,7 @@ def _gemma4_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if raw.get("enable_moe_block") or raw.get("hidden_size_per_layer_input"):
         raise ValueError(
             f"{source}: Gemma 4 drafters have no MoE blocks and no per-layer inputs, but "
-            "config.json says "
-            f"enable_moe_block={raw.get('enable_moe_block')}, "
+            f"config.json says enable_moe_block={raw.get('enable_moe_block')}, "
             f"hidden_size_per_layer_input={raw.get('hidden_size_per_layer_input')}."
         )
     _require(raw, ("global_head_dim", "attention_k_eq_v", "rope_parameters"), source)
@@ -318,8 +314,7 @@ def _gemma4_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(rope, dict) or rope.get("rope_theta") is None:
         raise ValueError(
             f"{source}: rope_parameters.full_attention.rope_theta is missing; Gemma 4 draft "
-            "layers are full-attention "
-            "layers and need it."
+            "layers are full-attention layers and need it."
         )
     fields = {key: raw[key] for key in _GEMMA4_KEYS if key in raw}
     # The reference builds every draft layer as a full-attention layer, whatever the target's

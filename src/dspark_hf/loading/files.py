@@ -96,8 +96,8 @@ def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
         odd = sorted(set(index) ^ set(tensors))
         raise ValueError(
             f"{index_path} and its shards disagree about {len(odd)} tensors, for example "
-            f"{odd[0]}. The files come "
-            "from different saves; download or save the checkpoint again."
+            f"{odd[0]}. The files come from different saves; download or save the checkpoint "
+            "again."
         )
     return tensors
 
@@ -181,10 +181,8 @@ def _missing_weights(source: str, name: str, indexed: bool) -> str:
         )
     return (
         f"{source} has no {name}. Only safetensors weights are read; pickled ones "
-        "(pytorch_model.bin, *.pt) are "
-        "not opened, because loading them can run code. Ask the author for safetensors, or "
-        "convert the file in "
-        "an environment you trust."
+        "(pytorch_model.bin, *.pt) are not opened, because loading them can run code. Ask the "
+        "author for safetensors, or convert the file in an environment you trust."
     )
 
 
