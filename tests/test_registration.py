@@ -135,8 +135,7 @@ print(json.dumps({
 
 
 def test_any_name_can_be_the_first_import():
-    """B103: no import cycle between the host's lazy modules and the two of ours that import "
-    "them."""
+    """B103: no import cycle between the host's lazy modules and the two of ours importing them."""
     first_imports = (
         "from dspark_hf import DSparkConfig",
         "from dspark_hf.generation import settings",

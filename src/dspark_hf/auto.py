@@ -2,9 +2,9 @@
 The host's auto classes: ours resolve, foreign drafters are not mistaken for small language models.
 """
 
-import functools
 from types import ModuleType
 
+from ._patching import unwrap, wrap
 from .configuration_dspark import DSparkConfig
 
 _GET = "_get_model_class"
@@ -40,11 +40,15 @@ def install(auto_factory: ModuleType) -> None:
     small model, load the layers whose names happen to fit, and say no more than that some keys were
     unexpected.
     """
-    original = getattr(auto_factory, _GET)
-    if hasattr(original, "dspark_original"):
-        return
+    wrap(auto_factory, _GET, _wrap_get_model_class)
 
-    @functools.wraps(original)
+
+def uninstall(auto_factory: ModuleType) -> None:
+    """Put the host's own function back."""
+    unwrap(auto_factory, _GET)
+
+
+def _wrap_get_model_class(original):
     def _get_model_class(config, model_mapping):
         if isinstance(config, DSparkConfig):
             from .modeling_dspark import DSparkDrafter
@@ -64,12 +68,4 @@ def install(auto_factory: ModuleType) -> None:
             )
         return original(config, model_mapping)
 
-    _get_model_class.dspark_original = original  # type: ignore[attr-defined]
-    setattr(auto_factory, _GET, _get_model_class)
-
-
-def uninstall(auto_factory: ModuleType) -> None:
-    """Put the host's own function back."""
-    original = getattr(getattr(auto_factory, _GET), "dspark_original", None)
-    if original is not None:
-        setattr(auto_factory, _GET, original)
+    return _get_model_class

@@ -1,10 +1,10 @@
 """`pipeline(..., assistant_model=…)` with a drafter object, a path or a Hub id."""
 
-import functools
 import os
 from types import ModuleType
 from typing import Any
 
+from ._patching import unwrap, wrap
 from .generation.hook import is_drafter
 
 _LOAD = "load_assistant_model"
@@ -17,11 +17,15 @@ def install(pipelines_base: ModuleType) -> None:
     The host looks an assistant's class up inside its own package and asks its repository for a
     tokenizer; a drafter has neither. Every other assistant goes to the host's function.
     """
-    original = getattr(pipelines_base, _LOAD)
-    if hasattr(original, "dspark_original"):
-        return
+    wrap(pipelines_base, _LOAD, _wrap_load_assistant_model)
 
-    @functools.wraps(original)
+
+def uninstall(pipelines_base: ModuleType) -> None:
+    """Put the host's own function back."""
+    unwrap(pipelines_base, _LOAD)
+
+
+def _wrap_load_assistant_model(original):
     def load_assistant_model(
         model: Any, assistant_model: Any, assistant_tokenizer: Any
     ) -> tuple[Any, Any]:
@@ -38,15 +42,7 @@ def install(pipelines_base: ModuleType) -> None:
         check_pairing(model, drafter)
         return drafter, None
 
-    load_assistant_model.dspark_original = original  # type: ignore[attr-defined]
-    setattr(pipelines_base, _LOAD, load_assistant_model)
-
-
-def uninstall(pipelines_base: ModuleType) -> None:
-    """Put the host's own function back."""
-    original = getattr(getattr(pipelines_base, _LOAD), "dspark_original", None)
-    if original is not None:
-        setattr(pipelines_base, _LOAD, original)
+    return load_assistant_model
 
 
 def _load_drafter(model: Any, assistant: Any) -> Any:

@@ -2,9 +2,9 @@
 `dspark-hf bench`: plain decoding, prompt look-up and the drafter on the same prompts.
 
 The three take turns prompt by prompt, in rotating order, so that drift of the machine cancels.
-*Loop efficiency* is the measured speed-up divided by what bare forwards allow, `τ · T(1) / (T(1 +
-ℓ) + T_draft)`, with the T's timed in the same run at the mean context length: 1 means that the loop
-itself costs nothing.
+*Loop efficiency* is the measured speed-up divided by what bare forwards allow,
+`τ · T(1) / (T(1 + ℓ) + T_draft)`, with the T's timed beside each prompt, behind a context of its
+mean length: 1 means that the loop itself costs nothing.
 """
 
 import itertools

@@ -11,7 +11,6 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..drafting import probabilities
 from .path_processors import DraftPathProcessors, read_the_text
 from .settings import THRESHOLD, DraftSettings
 from .taps import TargetTaps
@@ -236,12 +235,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
     ) -> None:
         """Part of the host's protocol; the number of drafted tokens is fixed by the settings."""
-
-    def draft_probabilities(self, proposal: Proposal) -> torch.Tensor | None:
-        """
-        q of the submitted tokens `(R, L, V)`, or `None` where they were chosen without chance.
-        """
-        return None if proposal.logits is None else probabilities(proposal.logits)
 
     def _warn_without_confidence(self) -> None:
         if not self._has_warned:

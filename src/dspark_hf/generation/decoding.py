@@ -133,14 +133,14 @@ class _DecodingLoop:
         self.cache = model_kwargs["cache"]
         self.stopping = TokenwiseStopping(stopping_criteria)
         self.rotary_limits = RotaryLimits(model.config.get_text_config(decoder=True))
-        # Cache positions that survive if the call fails: what the caller has seen, and no drafts.
-        self.settled = self.cache.get_seq_length()
         self.outputs = OutputRecorder.from_config(generation_config)
         self.recorder = CallRecorder()
         self.settings = resolve_settings(
             generation_config, drafter.generation_config, drafter.config.block_size
         )
         past_length = self.cache.get_seq_length()
+        # Cache positions that survive if the call fails: what the caller has seen, and no drafts.
+        self.settled = past_length
         self.generator = DSparkCandidateGenerator(
             model,
             drafter,
@@ -181,8 +181,7 @@ class _DecodingLoop:
         return self._finish()
 
     def _roll_back(self) -> None:
-        """Leave settled positions in the cache, layer by layer: a forward may have failed "
-        "midway."""
+        """Crop the cache to what is settled, each layer by itself: a forward can fail midway."""
         for layer in self.cache.layers:
             if getattr(layer, "is_croppable", False) and hasattr(layer, "get_seq_length"):
                 surplus = int(layer.get_seq_length()) - int(self.settled)
@@ -248,7 +247,7 @@ class _DecodingLoop:
         self.kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, num_new_tokens=num_kept
         )
-        self._count(proposal, run[:num_kept], num_accepted, confidences, is_done)
+        self._count(proposal, run[:num_kept], num_accepted, confidences)
         self.recorder.statistics.draft_seconds += drafted - started
         self.recorder.statistics.verify_seconds += verified - drafted
         return is_done
@@ -300,7 +299,7 @@ class _DecodingLoop:
     def _verify(self, scores: torch.Tensor, proposal: Proposal) -> Verification:
         if not self.config.do_sample:
             return verify_greedy(scores, proposal.tokens, proposal.lengths)
-        draft_probs = self.generator.draft_probabilities(proposal)
+        draft_probs = None if proposal.logits is None else probabilities(proposal.logits)
         return verify_sampling(
             probabilities(scores), proposal.tokens, draft_probs, proposal.lengths
         )
@@ -347,7 +346,6 @@ class _DecodingLoop:
         tokens: list[int],
         num_accepted: int,
         confidences: list[float] | None,
-        is_done: bool,
     ) -> None:
         num_verified = proposal.tokens.shape[1]
         if len(tokens) <= num_accepted:

@@ -7,14 +7,14 @@ look at the assistant and, unless it is one of our drafters, call the original w
 given. `uninstall` puts the originals back.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
+from .._patching import unwrap, wrap
 from .fields import register_fields
 
 _VALIDATE = "_validate_generation_mode"
 _DECODE = "_assisted_decoding"
-_BATCH = "generate_batch"
 
 
 def is_drafter(assistant: Any) -> bool:
@@ -27,48 +27,33 @@ def is_drafter(assistant: Any) -> bool:
 
 def install(mixin: type) -> None:
     """Wrap the methods of `mixin` (the host's `GenerationMixin`), once."""
-    if hasattr(getattr(mixin, _DECODE), "dspark_original"):
-        return
     from transformers import GenerationConfig
 
     register_fields(GenerationConfig)
-    wrappers = {_VALIDATE: _wrap_validate, _DECODE: _wrap_decode, _BATCH: _wrap_batch}
-    for name, wrap in wrappers.items():
-        original = getattr(mixin, name)
-        wrapped = wrap(original)
-        wrapped.dspark_original = original
-        setattr(mixin, name, wrapped)
+    for name, make_wrapper in _WRAPPERS.items():
+        wrap(mixin, name, make_wrapper)
 
 
 def uninstall(mixin: type) -> None:
     """Put the host's own methods back."""
-    for name in (_VALIDATE, _DECODE, _BATCH):
-        original = getattr(getattr(mixin, name), "dspark_original", None)
-        if original is not None:
-            setattr(mixin, name, original)
+    for name in _WRAPPERS:
+        unwrap(mixin, name)
 
 
 def _wrap_validate(original):
-    @functools.wraps(original)
     def validate(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = generation_mode_kwargs.get("assistant_model")
         if is_drafter(drafter):
             from .checks import check_generation_mode, check_pairing
-            from .settings import resolve_settings
 
             check_generation_mode(generation_config, generation_mode)
             check_pairing(self, drafter)
-            resolve_settings(
-                generation_config, drafter.generation_config, drafter.config.block_size
-            )
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate
 
 
 def _wrap_decode(original):
-    # `wraps` keeps the signature, from which the host reads what it may pass.
-    @functools.wraps(original)
     def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
         if not is_drafter(assistant_model):
             return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
@@ -83,7 +68,6 @@ def _wrap_decode(original):
 
 
 def _wrap_batch(original):
-    @functools.wraps(original)
     def generate_batch(self, *args, **kwargs):
         if is_drafter(kwargs.get("assistant_model")):
             raise ValueError(
@@ -93,3 +77,10 @@ def _wrap_batch(original):
         return original(self, *args, **kwargs)
 
     return generate_batch
+
+
+_WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
+    _VALIDATE: _wrap_validate,
+    _DECODE: _wrap_decode,
+    "generate_batch": _wrap_batch,
+}

@@ -16,7 +16,7 @@ from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
     TensorInfo,
-    fetch_optional,
+    fetch,
     read_config,
     read_tensors,
     read_tensors_remotely,
@@ -132,11 +132,11 @@ def load_drafter(
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
     config = given if isinstance(given, DSparkConfig) and facts.dialect == DSPARK else facts.config
-    generation_config = fetch_optional(source, GENERATION_CONFIG_NAME, **hub)
-    if generation_config is not None:
-        generation_config = GenerationConfig.from_pretrained(os.path.dirname(generation_config))
+    generation_config = kwargs.pop("generation_config", None)
+    stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if generation_config is None else None
+    if stored is not None:
+        generation_config = GenerationConfig.from_pretrained(os.path.dirname(stored))
     want_info = kwargs.pop("output_loading_info", False)
-    given_generation_config = kwargs.pop("generation_config", None)
     drafter, info = host_from_pretrained(
         source, *args, config=config, output_loading_info=True, **kwargs
     )
@@ -145,8 +145,6 @@ def load_drafter(
         raise ValueError(
             f"{source}: the host library did not find {missing} when loading; it would be random."
         )
-    if given_generation_config is not None:
-        drafter.generation_config = given_generation_config
-    elif generation_config is not None:
+    if generation_config is not None:
         drafter.generation_config = generation_config
     return (drafter, info) if want_info else drafter

@@ -166,15 +166,15 @@ def normalise(
         _require(raw, ("markov_head_type",), source)
     if has_confidence:
         _require(raw, ("confidence_head_with_markov",), source)
-    architecture = DEEPSPEC_BACKBONES[raw["architectures"][0]]
-    if raw.get("model_type") not in _DEEPSPEC_MODEL_TYPES[architecture]:
+    backbone = DEEPSPEC_BACKBONES[raw["architectures"][0]]
+    if raw.get("model_type") not in _DEEPSPEC_MODEL_TYPES[backbone]:
         raise ValueError(
             f"{source}: architecture {_architecture(raw)} goes with model_type "
-            f"{' or '.join(_DEEPSPEC_MODEL_TYPES[architecture])}, found "
+            f"{' or '.join(_DEEPSPEC_MODEL_TYPES[backbone])}, found "
             f"{raw.get('model_type')!r}. The config.json was edited or belongs to another "
             "checkpoint."
         )
-    build = _qwen3_backbone if architecture == "qwen3" else _gemma4_backbone
+    build = _qwen3_backbone if backbone == "qwen3" else _gemma4_backbone
     return DSparkConfig(
         backbone_config=build(raw, source),
         block_size=raw["block_size"],
@@ -190,7 +190,7 @@ def normalise(
         confidence_head_with_markov=has_confidence and bool(raw["confidence_head_with_markov"]),
         confidence_head_bias="confidence_head.proj.bias" in tensor_names,
         final_logit_softcapping=raw.get("final_logit_softcapping")
-        if architecture == "gemma4_text"
+        if backbone == "gemma4_text"
         else None,
         stores_input_embeddings="embed_tokens.weight" in tensor_names,
         stores_output_embeddings="lm_head.weight" in tensor_names,
@@ -211,8 +211,6 @@ def ignored_keys(raw: dict[str, Any], dialect: str) -> list[str]:
         "markov_head_type",
         "confidence_head_with_markov",
         "dtype",
-    }
-    read |= {
         "torch_dtype",
         "final_logit_softcapping",
         "bos_token_id",

@@ -49,7 +49,7 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
         `OSError`: the repository or the file does not exist or cannot be reached.
         `ValueError`: the file is not a JSON object.
     """
-    path = _fetch(source, "config.json", **hub)
+    path = fetch(source, "config.json", **hub)
     if path is None:
         raise OSError(
             f"No config.json of {source} was found: it is not a folder with one, and the Hub has "
@@ -65,11 +65,6 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
     return raw
 
 
-def fetch_optional(source: str, name: str, **hub: Any) -> str | None:
-    """Local path of a file of the checkpoint, or `None` if it has no such file."""
-    return _fetch(source, name, **hub)
-
-
 def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
     """
     Headers of all weight files, downloading the files if they are on the Hub.
@@ -79,16 +74,16 @@ def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
         `ValueError`: a file is cut short or its header is damaged, or index and shards disagree.
     """
     # The order in which the host looks: where there are both, it loads the single file.
-    single_path = _fetch(source, SAFE_WEIGHTS_NAME, **hub)
+    single_path = fetch(source, SAFE_WEIGHTS_NAME, **hub)
     if single_path is not None:
         return read_header(single_path)
-    index_path = _fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
+    index_path = fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
     if index_path is None:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False))
     index = _read_index(index_path)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(index.values())):
-        path = _fetch(source, name, **hub)
+        path = fetch(source, name, **hub)
         if path is None:
             raise OSError(_missing_weights(source, name, indexed=True))
         tensors.update(read_header(path))
@@ -186,7 +181,13 @@ def _missing_weights(source: str, name: str, indexed: bool) -> str:
     )
 
 
-def _fetch(source: str, name: str, **hub: Any) -> str | None:
+def fetch(source: str, name: str, **hub: Any) -> str | None:
+    """
+    Local path of a file of the checkpoint, or `None` if it has no such file.
+
+    Raises:
+        `OSError`: no such folder or Hub id, or the cache cannot be written.
+    """
     if os.path.isdir(source):
         path = os.path.join(source, hub.get("subfolder") or "", name)
         return path if os.path.isfile(path) else None

@@ -16,7 +16,7 @@ _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 @contextmanager
 def save_atomically(directory: str | os.PathLike) -> Iterator[Path]:
     """
-    Yield an empty folder beside `directory`; what is written there moves into `directory` at the
+    Yield an empty folder inside `directory`; what is written there moves into `directory` at the
     end. Weight files of an earlier save that the new one does not replace are removed.
 
     Raises:
