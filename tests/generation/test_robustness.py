@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Phi3Config, Phi3ForCausalLM
 
 from dspark_hf import collect_statistics
 from tiny import make_drafter, make_prompt, make_scripted, make_target
@@ -52,6 +52,62 @@ def test_rotary_frequencies_that_depend_on_the_length(kind, num_right):
     assert torch.equal(output, expected)
     if num_right == 4:
         assert statistics.accepted > (4 if kind == "dynamic" else 20)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "default"])
+@pytest.mark.parametrize("num_right", [None, 0, 1, 2, 3, 4])
+def test_a_target_that_gives_up_its_cache(kind, num_right):
+    """B041: Phi-3 reads the whole text again at its original length, whatever its rotary type."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    if kind == "longrope":
+        rope = {**ROPES["longrope"], "original_max_position_embeddings": 24}
+        rope["short_factor"] = [1.0 + 0.1 * i for i in range(8)]
+        rope["long_factor"] = [1.0 + i for i in range(8)]
+
+    def target():
+        torch.manual_seed(0)
+        config = Phi3Config(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=0,
+            initializer_range=0.4,
+            max_position_embeddings=96,
+            original_max_position_embeddings=24,
+            rope_parameters=rope,
+        )
+        return Phi3ForCausalLM(config).eval()
+
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    options["output_hidden_states"] = True
+    plain = target().generate(PROMPT, **options)
+    expected = plain.sequences
+    drafter = make_drafter()
+    if num_right is not None:
+        drafter = make_scripted(drafter, expected, num_right)
+    positions, draft = [], drafter.draft
+
+    def recording(context, *args, **kwargs):
+        positions.append((context.position, kwargs["input_ids"].shape[1] - 1))
+        return draft(context, *args, **kwargs)
+
+    drafter.draft = recording
+    with collect_statistics() as statistics:
+        output = target().generate(PROMPT, assistant_model=drafter, **options)
+    assert torch.equal(output.sequences, expected)
+    for step, wanted in zip(output.hidden_states, plain.hidden_states, strict=True):
+        for state, wanted_state in zip(step, wanted, strict=True):
+            torch.testing.assert_close(state, wanted_state, atol=2e-4, rtol=1e-4)
+    assert output.cache.get_seq_length() == expected.shape[1] - 1
+    # The drafter's context goes on where it was, on both sides of the switch.
+    assert all(held == committed for held, committed in positions)
+    if num_right == 4:
+        assert statistics.accepted > 20
 
 
 class Stop:

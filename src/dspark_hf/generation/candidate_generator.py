@@ -107,8 +107,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __exit__(self, *error: Any) -> None:
         self.taps.__exit__(*error)
 
-    def capture(self) -> None:
-        """Take what the taps read in the target's last forward, before anything else runs it."""
+    def capture(self, last: int | None = None) -> None:
+        """
+        Take what the taps read in the target's last forward, before anything else runs it.
+
+        Args:
+            last (`int`, *optional*):
+                so many positions from the end are new to the drafter; all by default (prefill).
+        """
         if self.settings.num_draft_tokens == 0:
             self.taps.clear()
             return
@@ -116,7 +122,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._prompt_mask is not None:
             is_text = self._prompt_mask[0].to(features.device, torch.bool)
             features, self._prompt_mask = features[:, is_text], None
-        self._captured = features
+        self._captured = features if last is None else features[:, -last:]
 
     def commit(self, num_positions: int | None = None) -> None:
         """

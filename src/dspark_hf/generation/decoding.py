@@ -224,9 +224,10 @@ class _DecodingLoop:
         proposal = self.generator.propose(self.input_ids, self._room())
         drafted = time.perf_counter()
         past_length = self.cache.get_seq_length()
-        outputs = self._target_forward(proposal.tokens)
+        outputs, proposal = self._target_forward(proposal)
+        submitted = proposal.tokens.shape[1]
         # At once: processors and criteria may run the target themselves.
-        self.generator.capture()
+        self.generator.capture(last=submitted + 1)
         verified = time.perf_counter()
         logits, scores = self._scores(outputs.logits, proposal)
         verification = self._verify(scores, proposal)
@@ -238,9 +239,8 @@ class _DecodingLoop:
         self.outputs.add_run(logits, scores, len(run))
         num_kept, is_done = self._emit(verification.tokens[:, : len(run)], run)
         self.outputs.drop(len(run) - num_kept)
-        self.outputs.add_states(outputs, past_length, num_kept, self.cache)
+        self.outputs.add_states(outputs, past_length, submitted, num_kept, self.cache)
 
-        submitted = proposal.tokens.shape[1]
         self.cache.crop(-(submitted + 1 - num_kept))
         self.settled = past_length + num_kept
         self.generator.commit(num_kept)
@@ -261,8 +261,8 @@ class _DecodingLoop:
             room = self.rotary_limits.limit(length - 1, room)
         return room
 
-    def _target_forward(self, drafts: torch.Tensor) -> ModelOutput:
-        """The target on `[anchor, drafts]`, `(R, L + 1)` positions."""
+    def _target_inputs(self, drafts: torch.Tensor) -> dict[str, Any]:
+        """What the target is run with to score `[anchor, drafts]`."""
         length = drafts.shape[1]
         kwargs = copy.copy(self.kwargs)
         if length:
@@ -274,8 +274,25 @@ class _DecodingLoop:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = length + 1
+        return inputs
+
+    def _target_forward(self, proposal: Proposal) -> tuple[ModelOutput, Proposal]:
+        """
+        The target on `[anchor, drafts]`, `(R, L + 1)` positions, and the proposal it verified.
+
+        Some targets (Phi-3) give up their cache at a certain length and read the whole text again.
+        In such a round nothing is verified: it is the step that plain decoding makes.
+        """
+        inputs = self._target_inputs(proposal.tokens)
+        if inputs.get("cache") is not self.cache and proposal.tokens.shape[1]:
+            proposal = Proposal.empty(self.input_ids[:, -1])
+            inputs = self._target_inputs(proposal.tokens)
         self.generator.taps.clear()
-        return self.forward(**inputs, return_dict=True)
+        outputs = self.forward(**inputs, return_dict=True)
+        if outputs.cache is not self.cache:
+            self.cache = outputs.cache
+            self.cache.activate_past_recording()
+        return outputs, proposal
 
     def _scores(self, raw: torch.Tensor, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -357,7 +374,7 @@ class _DecodingLoop:
 
     def _idle_forward(self) -> None:
         """Keep step with other processes that still generate."""
-        self._target_forward(self.input_ids[:, :0])
+        self._target_forward(Proposal.empty(self.input_ids[:, -1]))
         self.cache.crop(-1)
 
     def _finish(self) -> DSparkDecoderOnlyOutput | torch.Tensor:

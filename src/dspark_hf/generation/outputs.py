@@ -59,10 +59,7 @@ class OutputRecorder:
     def add_prefill(self, outputs: ModelOutput, logits: torch.Tensor, scores: torch.Tensor) -> None:
         """The first token: logits and scores `(R, V)`, states of the whole prompt."""
         self._add_token(logits, scores)
-        if self.hidden_states is not None:
-            self.hidden_states.append(outputs.hidden_states)
-        if self.attentions is not None:
-            self.attentions.append(outputs.attentions)
+        self._add_whole(outputs)
 
     def add_run(self, logits: torch.Tensor, scores: torch.Tensor, count: int) -> None:
         """Logits and scores of a committed run: the first `count` of `(R, L + 1, V)`."""
@@ -75,16 +72,22 @@ class OutputRecorder:
             if kept is not None and count:
                 del kept[-count:]
 
-    def add_states(self, outputs: ModelOutput, past_length: int, count: int, cache: Cache) -> None:
+    def add_states(
+        self, outputs: ModelOutput, past_length: int, submitted: int, count: int, cache: Cache
+    ) -> None:
         """
         Hidden states and attentions of a committed run, cut out of the verification forward.
 
         Args:
             outputs (`ModelOutput`): of the target on `[anchor, drafts]`.
             past_length (`int`): positions in the cache before that forward.
+            submitted (`int`): L; with nothing submitted the forward is plain decoding's own.
             count (`int`): committed tokens, hence forwards that plain decoding would have made.
             cache (`Cache`): tells which layers are sliding or of fixed width.
         """
+        if submitted == 0:
+            self._add_whole(outputs)
+            return
         for i in range(count):
             if self.hidden_states is not None:
                 self.hidden_states.append(
@@ -103,6 +106,12 @@ class OutputRecorder:
     def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
         """What the host passes to stopping criteria."""
         return None if self.scores is None else tuple(self.scores)
+
+    def _add_whole(self, outputs: ModelOutput) -> None:
+        if self.hidden_states is not None:
+            self.hidden_states.append(outputs.hidden_states)
+        if self.attentions is not None:
+            self.attentions.append(outputs.attentions)
 
     def _add_token(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
         if self.scores is not None:
