@@ -22,6 +22,9 @@ from .files import (
     read_tensors_remotely,
 )
 
+# The one tensor of a drafter that holds token ids.
+DRAFT_TO_TARGET = "draft_to_target"
+
 # What the host's classes raise when a value of config.json has a wrong type or size.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
 
@@ -76,7 +79,9 @@ def check_tensors(
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
     quantised = sorted(
-        name for name in set(expected) & set(tensors) if tensors[name].dtype not in FLOAT_BYTES
+        name
+        for name in set(expected) & set(tensors)
+        if tensors[name].dtype not in FLOAT_BYTES and name != DRAFT_TO_TARGET
     )
     if quantised:
         raise ValueError(
@@ -145,6 +150,21 @@ def load_drafter(
         raise ValueError(
             f"{source}: the host library did not find {missing} when loading; it would be random."
         )
+    _check_draft_vocabulary(drafter, source)
     if generation_config is not None:
         drafter.generation_config = generation_config
     return (drafter, info) if want_info else drafter
+
+
+def _check_draft_vocabulary(drafter: Any, source: str) -> None:
+    if drafter.config.draft_vocab_size is None:
+        return
+    ids = drafter.draft_to_target
+    wrong = ids.is_floating_point() or int(ids.min()) < 0
+    if wrong or int(ids.max()) >= drafter.config.vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"{source}: {DRAFT_TO_TARGET} must hold {len(ids)} different token ids from 0 to "
+            f"{drafter.config.vocab_size - 1} of an integer type; found {ids.dtype} from "
+            f"{ids.min().item()} to {ids.max().item()}, {len(ids.unique())} of them different. "
+            "Take the file from the original checkpoint."
+        )
