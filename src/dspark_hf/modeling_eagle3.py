@@ -2,10 +2,10 @@
 `Eagle3Drafter`: the autoregressive draft model that DSpark is compared with (EAGLE-3, arXiv
 2503.01840, in the single-chain form of DeepSpec).
 
-Row i of the drafter pairs the context features of position i with the token at i + 1, sits at rotary
-position i and predicts token i + 2. Rows behind the anchor have no features; they take the output of
-the row before instead. Since there is one layer, a context row is needed for its keys and values
-only, and the single query of the last row sees them all without a mask.
+Row i of the drafter pairs the context features of position i with the token at i + 1, sits at
+rotary position i and predicts token i + 2. Rows behind the anchor have no features; they take the
+output of the row before instead. Since there is one layer, a context row is needed for its keys and
+values only, and the single query of the last row sees them all without a mask.
 
 Shapes: R rows of the batch, T context positions, n taps, H hidden size, γ draft tokens, V
 vocabulary, V_d draft vocabulary.
@@ -113,9 +113,7 @@ class Eagle3Drafter(DrafterModel):
             rotary = self._rotary(embedded, first, token_ids.shape[1])
             layer = self.layers[0]
             pairs = layer.attention_input(embedded, hidden[:, :-1])
-            context.cache.layers[0].append(
-                *self.backbone.context_key_values(layer, pairs, rotary)
-            )
+            context.cache.layers[0].append(*self.backbone.context_key_values(layer, pairs, rotary))
         context.lengths = context.lengths + features.shape[1]
 
     @torch.no_grad()
