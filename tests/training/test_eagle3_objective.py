@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dspark_hf import collect_statistics
-from dspark_hf.generation.taps import TargetTaps
 from dspark_hf.training.eagle3_objective import eagle3_objective, supervised_steps, unroll
-from tiny import HIDDEN, VOCAB, make_eagle3, make_target
+from tiny import HIDDEN, VOCAB, make_eagle3
 
 STEPS = 4
 LENGTH = 9
@@ -36,7 +34,7 @@ def follow(path):
     return processor
 
 
-# -- the unrolled path ------------------------------------------------------------------------------
+# -- the unrolled path -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -60,9 +58,7 @@ def test_every_unrolled_step_equals_drafting_at_that_place(attention):
                 input_ids=ids[row : row + 1, : t + 2],
             )
             assert torch.equal(block.tokens[0], ids[row, t + 2 : t + 2 + STEPS])
-            torch.testing.assert_close(
-                block.hidden_states[0], hidden[row, t], atol=1e-5, rtol=0
-            )
+            torch.testing.assert_close(block.hidden_states[0], hidden[row, t], atol=1e-5, rtol=0)
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
@@ -90,7 +86,7 @@ def test_supervised_steps_by_hand():
         assert got[:, step].nonzero().flatten().tolist() == positions
 
 
-# -- the loss ----------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 
 
 def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
