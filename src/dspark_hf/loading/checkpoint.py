@@ -10,8 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..configuration_dspark import DSparkConfig
-from .dialects import DSPARK, detect_dialect, normalise
+from ..configuration_drafter import DrafterConfig
+from .dialects import EAGLE3_DIALECTS, UnsupportedCheckpointError, detect_dialect, normalise
+from .eagle3 import normalise_eagle3
 from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
@@ -36,11 +37,11 @@ class CheckpointFacts:
     source: str
     dialect: str
     raw_config: dict[str, Any]
-    config: DSparkConfig
+    config: DrafterConfig
     tensors: dict[str, TensorInfo]
 
 
-def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> CheckpointFacts:
+def read_facts(cls: Any, source: str, download_weights: bool, **hub: Any) -> CheckpointFacts:
     """
     Read and check everything but the weights.
 
@@ -55,11 +56,12 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     """
     raw = read_config(source, **hub)
     # Refuse foreign layouts before gigabytes travel; tensor names are looked at again below.
-    detect_dialect(raw, source)
+    _check_kind(cls, detect_dialect(raw, source), raw, source)
     tensors = (read_tensors if download_weights else read_tensors_remotely)(source, **hub)
     dialect = detect_dialect(raw, source, tensors)
     try:
-        config = normalise(raw, dialect, source, tensors)
+        to_config = normalise_eagle3 if dialect in EAGLE3_DIALECTS else normalise
+        config = to_config(raw, dialect, source, tensors)
         check_tensors(cls, config, tensors, source)
     except _MALFORMED as error:
         raise ValueError(
@@ -69,8 +71,24 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     return CheckpointFacts(source, dialect, raw, config, tensors)
 
 
+def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> None:
+    """Refuse a drafter of the other kind."""
+    is_eagle3 = dialect in EAGLE3_DIALECTS
+    if is_eagle3 == cls.is_autoregressive:
+        return
+    kind, loader = (
+        ("an Eagle3 drafter", "Eagle3Drafter")
+        if is_eagle3
+        else ("a block drafter", "DSparkDrafter")
+    )
+    raise UnsupportedCheckpointError(
+        f"{source} is {kind} (layout {dialect}, architectures {raw.get('architectures')!r}), which "
+        f"{cls.__name__} cannot be. Load it with dspark_hf.{loader}.from_pretrained({source!r})."
+    )
+
+
 def check_tensors(
-    cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo], source: str
+    cls: Any, config: DrafterConfig, tensors: dict[str, TensorInfo], source: str
 ) -> None:
     """
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
@@ -107,13 +125,13 @@ def check_tensors(
 
 
 def load_drafter(
-    cls: type,
+    cls: Any,
     host_from_pretrained: Callable[..., Any],
     source: str | os.PathLike,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`DSparkDrafter.from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
+    """A drafter's `from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
     if kwargs.get("trust_remote_code"):
         raise ValueError(
             "trust_remote_code=True is not supported: this library never runs code of a repository."
@@ -136,7 +154,8 @@ def load_drafter(
     facts = read_facts(cls, source, download_weights=True, **hub)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
-    config = given if isinstance(given, DSparkConfig) and facts.dialect == DSPARK else facts.config
+    is_own = facts.dialect == cls.config_class.model_type
+    config = given if is_own and isinstance(given, cls.config_class) else facts.config
     generation_config = kwargs.pop("generation_config", None)
     stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if generation_config is None else None
     if stored is not None:
