@@ -1,5 +1,6 @@
 """A new drafter for a target, from scratch or warm-started from another one."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -105,26 +106,34 @@ def _rope_theta(text: PreTrainedConfig) -> float | None:
     return parameters.get("rope_theta")
 
 
-def frequent_tokens(dataset: DraftDataset, size: int) -> tuple[torch.Tensor, float]:
+def frequent_tokens(
+    dataset: DraftDataset, size: int, vocab_size: int
+) -> tuple[torch.Tensor, float]:
     """
-    The `size` tokens that the target writes most often, and the share of its text that they cover.
+    A draft vocabulary: the tokens that the target writes most often, filled up with the lowest ids,
+    which are the most frequent tokens of byte-pair vocabularies.
+
+    Returns:
+        `size` ids in ascending order and the share of the answers that they cover.
 
     Raises:
-        `ValueError`: fewer different tokens than that occur.
+        `ValueError`: the vocabulary is not larger than that.
     """
+    if size >= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {size}, but the target has {vocab_size} tokens. Leave it out to "
+            "draft all of them."
+        )
     counts: Counter[int] = Counter()
     for example in dataset.examples:
         counts.update(
             i for i, learn in zip(example.input_ids, example.loss_mask, strict=True) if learn
         )
-    if len(counts) < size:
-        raise ValueError(
-            f"A draft vocabulary of {size} tokens was asked for, but only {len(counts)} different "
-            "tokens occur in the answers. Ask for fewer, or use more data."
-        )
-    chosen = counts.most_common(size)
-    ids = torch.tensor([token for token, _ in chosen]).sort().values
-    return ids, sum(count for _, count in chosen) / counts.total()
+    chosen = {token for token, _ in counts.most_common(size)}
+    fillers = (token for token in range(vocab_size) if token not in chosen)
+    chosen.update(itertools.islice(fillers, size - len(chosen)))
+    covered = sum(number for token, number in counts.items() if token in chosen)
+    return torch.tensor(sorted(chosen)), covered / max(1, counts.total())
 
 
 @torch.no_grad()

@@ -157,8 +157,10 @@ def make_drafter(
         fields.update(_DFLASH_FIELDS)
     size = fields.pop("draft_vocab_size", None)
     if size is not None:
-        fields["draft_vocabulary"], share = frequent_tokens(train, size)
-        console.print(f"The {size} draftable tokens cover {share:.2%} of the answers.")
+        fields["draft_vocabulary"], share = frequent_tokens(
+            train, size, target.config.get_text_config(decoder=True).vocab_size
+        )
+        console.print(f"The {size} draftable tokens cover {share:.2%} of the training answers.")
     drafter = build_drafter(target, **fields).float()
     if config.init_from is not None:
         source = DSparkDrafter.from_pretrained(config.init_from, dtype=torch.float32)
