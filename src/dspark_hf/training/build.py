@@ -8,7 +8,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from ..modeling_dspark import DSparkDrafter
+from ..modeling_eagle3 import Eagle3Drafter
 from .data import DraftDataset
 
 # What a draft layer takes from the target's layers unless it is told otherwise.
@@ -65,6 +67,43 @@ def build_drafter(
     Raises:
         `ValueError`: a fact does not fit the target; see [`DSparkConfig`].
     """
+    config = DSparkConfig(
+        **_target_facts(target, num_layers, target_layer_ids, draft_vocabulary, layer_fields),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        markov_head_type=markov_head_type,
+        markov_rank=markov_rank if markov_head_type else 0,
+        confidence_head=confidence_head,
+        confidence_head_with_markov=confidence_head and markov_head_type is not None,
+    )
+    return _finish(DSparkDrafter(config), target, draft_vocabulary)
+
+
+def build_eagle3(
+    target: PreTrainedModel,
+    block_size: int = 7,
+    target_layer_ids: list[int] | None = None,
+    draft_vocabulary: torch.Tensor | None = None,
+    **layer_fields: Any,
+) -> Eagle3Drafter:
+    """
+    An Eagle3 drafter of one Qwen3 layer with random weights, of the width of the target.
+
+    Arguments are those of [`build_drafter`]; `block_size` is the number of unrolled steps.
+    """
+    facts = _target_facts(target, 1, target_layer_ids, draft_vocabulary, layer_fields)
+    drafter = Eagle3Drafter(Eagle3Config(**facts, block_size=block_size))
+    return _finish(drafter, target, draft_vocabulary)
+
+
+def _target_facts(
+    target: PreTrainedModel,
+    num_layers: int,
+    target_layer_ids: list[int] | None,
+    draft_vocabulary: torch.Tensor | None,
+    layer_fields: dict[str, Any],
+) -> dict[str, Any]:
+    """What a new drafter takes over from its target: widths, heads, rotary base, vocabulary."""
     text = target.config.get_text_config(decoder=True)
     fields = {name: getattr(text, name) for name in _LAYER_FIELDS if hasattr(text, name)}
     heads = text.num_attention_heads
@@ -73,28 +112,23 @@ def build_drafter(
     theta = _rope_theta(text)
     if theta is not None:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    fields.update(layer_fields)
-    config = DSparkConfig(
-        backbone_config={"model_type": "qwen3", **fields},
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=target_layer_ids or spread_taps(text.num_hidden_layers, 5),
-        num_target_layers=text.num_hidden_layers,
-        target_hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
-        markov_head_type=markov_head_type,
-        markov_rank=markov_rank if markov_head_type else 0,
-        confidence_head=confidence_head,
-        confidence_head_with_markov=confidence_head and markov_head_type is not None,
-        final_logit_softcapping=getattr(text, "final_logit_softcapping", None),
-        stores_input_embeddings=False,
-        stores_output_embeddings=False,
-        bos_token_id=text.bos_token_id,
-        eos_token_id=text.eos_token_id,
-        pad_token_id=text.pad_token_id,
-    )
-    drafter = DSparkDrafter(config)
+    return {
+        "backbone_config": {"model_type": "qwen3", **fields, **layer_fields},
+        "target_layer_ids": target_layer_ids or spread_taps(text.num_hidden_layers, 5),
+        "num_target_layers": text.num_hidden_layers,
+        "target_hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": None if draft_vocabulary is None else len(draft_vocabulary),
+        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+        "stores_input_embeddings": False,
+        "stores_output_embeddings": False,
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+    }
+
+
+def _finish(drafter: Any, target: PreTrainedModel, draft_vocabulary: torch.Tensor | None) -> Any:
     if draft_vocabulary is not None:
         drafter.draft_to_target.copy_(draft_vocabulary.sort().values)
     return drafter.bind(target)
