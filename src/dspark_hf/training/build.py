@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from ..configuration_dspark import DSparkConfig
 from ..configuration_eagle3 import Eagle3Config
@@ -105,8 +105,18 @@ def _target_facts(
 ) -> dict[str, Any]:
     """What a new drafter takes over from its target: widths, heads, rotary base, vocabulary."""
     text = target.config.get_text_config(decoder=True)
-    fields = {name: getattr(text, name) for name in _LAYER_FIELDS if hasattr(text, name)}
+    unknown = sorted(set(layer_fields) - set(Qwen3Config().to_dict()))
+    if unknown:
+        raise ValueError(
+            f"Neither build_drafter nor the config of the draft layers knows {', '.join(unknown)}."
+        )
     heads = text.num_attention_heads
+    fields = {
+        # For targets whose config names them differently or not at all.
+        "intermediate_size": 4 * text.hidden_size,
+        "num_key_value_heads": heads,
+        **{name: getattr(text, name) for name in _LAYER_FIELDS if hasattr(text, name)},
+    }
     fields["head_dim"] = getattr(text, "head_dim", None) or text.hidden_size // heads
     fields.update(vocab_size=text.vocab_size, num_hidden_layers=num_layers)
     theta = _rope_theta(text)
@@ -175,7 +185,7 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
     """
     Copy every weight of `source` that has a place in `drafter`; DFlash and DSpark drafters mix.
 
-    W2 is cut to a reduced draft vocabulary if the source drafts every token.
+    W2 is cut to a reduced draft vocabulary that is a part of the source's.
 
     Returns:
         Names of parameters that keep their random start.
@@ -190,10 +200,16 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
                 f"Cannot warm-start: {name} is {theirs} in the source and {ours} in the new "
                 "drafter. Use the source's value."
             )
+    kind, other = (x.config.backbone_config.model_type for x in (drafter, source))
+    if kind != other:
+        raise ValueError(
+            f"Cannot warm-start {kind} layers from {other} layers; they compute differently."
+        )
     state, own = source.state_dict(), drafter.state_dict()
-    reduced, w2 = drafter.config.draft_vocab_size, "markov_head.markov_w2.weight"
-    if reduced and source.config.draft_vocab_size is None and w2 in state:
-        state[w2] = state[w2][drafter.draft_to_target]
+    w2 = "markov_head.markov_w2.weight"
+    if w2 in state:
+        rows = _rows_of(drafter, source)
+        state[w2] = state[w2] if rows is None else state[w2][rows]
     fitting = {
         name: tensor
         for name, tensor in state.items()
@@ -203,3 +219,21 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
         raise ValueError("Cannot warm-start: no draft layer of the source has a fitting shape.")
     drafter.load_state_dict({**own, **fitting})
     return sorted(set(own) - set(fitting) - {"draft_to_target"})
+
+
+def _rows_of(drafter: DSparkDrafter, source: DSparkDrafter) -> torch.Tensor | None:
+    """
+    Which rows of the source's W2 belong to the drafter's draftable tokens, in order. `None` for all
+    as they are, and none of them if the source lacks some of the tokens.
+    """
+    size = source.config.vocab_size
+    wanted, known = (
+        torch.arange(size) if x.config.draft_vocab_size is None else x.draft_to_target.cpu()
+        for x in (drafter, source)
+    )
+    if torch.equal(wanted, known):
+        return None
+    place = torch.full((size,), -1)
+    place[known] = torch.arange(len(known))
+    rows = place[wanted]
+    return rows if bool((rows >= 0).all()) else rows[:0]
