@@ -4,16 +4,16 @@ Figures of an evaluation, with their definitions.
 * A *round* is one target forward after the prefill. The token that the prefill yields belongs to no
   round and is never counted in τ.
 * τ (`accepted_length`): tokens committed per round, bonus token included, as a ratio of sums over
-  all rounds of a set: long answers weigh more. At most γ + 1. `accepted_length_without_bonus` counts
-  accepted draft tokens only. A stop token inside an accepted run ends the round: it counts, nothing
-  behind it does, and there is no bonus token. A bonus token that is a stop token counts.
+  all rounds of a set: long answers weigh more. At most γ + 1. `accepted_length_without_bonus`
+  counts accepted draft tokens only. A stop token inside an accepted run ends the round: it counts,
+  nothing behind it does, and there is no bonus token. A bonus token that is a stop token counts.
 * `verify_rate`: committed tokens over positions the target scored, Σ τ_i / (Σ ℓ_i + rounds).
   `acceptance_rate`: accepted over verified draft tokens.
 * `prefix_acceptance[k]`: rounds that accepted draft tokens 0…k, of those that verified token k.
   `conditional_acceptance[k]`: the same, of those that also accepted 0…k-1 (paper figure 2).
-* `tokens_per_second`: new tokens over seconds of `generate`, prefill and first token included, ratio
-  of sums; `speedup` is that over the same ratio of plain decoding on the same prompts, which took
-  turns with it.
+* `tokens_per_second`: new tokens over seconds of `generate`, prefill and first token included, as
+  a ratio of sums; `speedup` is that over the same ratio of plain decoding on the same prompts,
+  which took turns with it.
 * *Macro* figures are plain means over sets (the paper's average); *pooled* ones are ratios of sums
   over all sets, used for positions and confidences, where single sets are thin.
 * `accepted_length_error` is the standard error of τ, prompts being the independent samples (delta
@@ -52,7 +52,8 @@ def summarise(
         settings (`dict`): copied into the result.
 
     Returns:
-        `settings`, `drafters`, and `results`: per temperature and drafter `sets`, `macro`, `pooled`.
+        `settings`, `drafters`, and `results`: per temperature and drafter `sets`, `macro` and
+        `pooled`.
     """
     results = []
     for temperature in dict.fromkeys(record.temperature for record in records):

@@ -48,7 +48,8 @@ class EvaluationSettings:
     Args:
         temperatures (`tuple[float, ...]`, *optional*, defaults to the paper's 1): 0 is greedy.
         max_new_tokens (`int`, *optional*, defaults to the paper's 2048): at least 2.
-        seed (`int`, *optional*, defaults to the reference evaluator's): the prompt's index is added.
+        seed (`int`, *optional*, defaults to the reference evaluator's):
+            the prompt's index within its set is added.
         confidence_threshold (`float`, *optional*, defaults to 0):
             cut blocks at the first confidence below it; 0 verifies whole blocks.
         with_plain (`bool`, *optional*, defaults to `True`):
@@ -170,7 +171,7 @@ def timed_generate(
 def _plan(
     prompt_sets: Sequence[PromptSet], temperatures: Sequence[float], modes: Sequence[str]
 ) -> Iterator[RecordKey]:
-    """Every call to be made. The order of the modes rotates, so that drift of the machine cancels."""
+    """Every call to be made. The modes take turns to be first: drift of the machine cancels."""
     for prompt_set in prompt_sets:
         for index in range(len(prompt_set.prompts)):
             for temperature in temperatures:
@@ -233,9 +234,7 @@ def _seeded(target: Any, seed: int) -> Iterator[None]:
         yield
 
 
-def _fixed_settings(
-    target: Any, target_name: str, settings: EvaluationSettings
-) -> dict[str, Any]:
+def _fixed_settings(target: Any, target_name: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What the records of one folder have in common; other settings need another folder."""
     return {
         "target": target_name,
@@ -295,7 +294,7 @@ def _encode(
                 raise ValueError(
                     f"Set {prompt_set.name!r}, prompt {index + 1}: {length} prompt tokens and "
                     f"{max_new_tokens} new ones do not fit into the target's context of {limit}. "
-                    f"Lower max_new_tokens, or leave the prompt out."
+                    "Lower max_new_tokens, or leave the prompt out."
                 )
             inputs[prompt_set.name].append(encoded)
     return inputs

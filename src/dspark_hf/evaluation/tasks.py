@@ -1,5 +1,5 @@
 """
-The paper's nine evaluation sets, by name, from the Hub (Table 1; prompts as in DeepSpec and DFlash).
+The paper's nine evaluation sets (Table 1), by name, from the Hub; worded as in DeepSpec.
 
 Each set says where its rows are and how a row becomes the first user turn. Rows are shuffled with a
 fixed seed before they are cut to the paper's number of samples, so that the first N of them are a
