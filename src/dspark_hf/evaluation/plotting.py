@@ -65,7 +65,7 @@ def acceptance_figure(
     """
     panels = _domain_panels([figures["name"] for figures in results[0]["sets"]])
     figure = _new_figure(len(panels))
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     lowest = 1.0
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
         for i, result in enumerate(results):
@@ -89,9 +89,11 @@ def acceptance_figure(
             lowest = min([lowest, *rates])
         axis.set_title(title)
         axis.set_xlabel("position in the block")
-        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("conditional acceptance")
-    axes[0].set_ylim(max(0.0, math.floor(10 * lowest - 1) / 10), 1.0)
+    axes[0].set_ylim(max(0.0, math.floor(10 * lowest) / 10), 1.0)
+    width = max(len(result["pooled"]["verified_at"]) for result in results)
+    axes[0].set_xlim(0.7, width + 0.3)
+    axes[0].set_xticks(range(1, width + 1, 1 + width // 10))
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     _finish(figure, axes, f"{target}, temperature {temperature:g}")
     return figure
@@ -99,8 +101,8 @@ def acceptance_figure(
 
 def reliability_figure(confidence: dict[str, Any], title: str) -> "Figure":
     """
-    Predicted against observed survival at up to four positions; the size of a point grows with its
-    bin's count.
+    Predicted against observed survival at up to four positions. A point is a bin; its size grows
+    with the bin's count, and the line through it is a 95 % Wilson interval.
     """
     width = len(confidence["counts"])
     shown = sorted({round(i * (width - 1) / 3) for i in range(4)}) if width > 1 else [0]
@@ -109,19 +111,22 @@ def reliability_figure(confidence: dict[str, Any], title: str) -> "Figure":
     for axis, k in zip(axes, shown, strict=True):
         bins = confidence["reliability"][k]
         filled = [i for i, count in enumerate(bins["counts"]) if count]
-        largest = max((bins["counts"][i] for i in filled), default=1)
         axis.plot([0, 1], [0, 1], color="0.6", linewidth=1, linestyle=(0, (4, 3)))
         predicted = [bins["predicted"][i] for i in filled]
         observed = [bins["observed"][i] for i in filled]
-        axis.plot(predicted, observed, color=_COLOURS[0], linewidth=1.2, alpha=0.6)
+        trials = [bins["counts"][i] for i in filled]
+        intervals = [wilson_interval(y * n, n) for y, n in zip(observed, trials, strict=True)]
+        lows, highs = zip(*intervals, strict=True)
+        axis.vlines(predicted, lows, highs, color=_COLOURS[0], linewidth=1.2, alpha=0.35)
         axis.scatter(
             predicted,
             observed,
-            s=[12 + 110 * bins["counts"][i] / largest for i in filled],
+            s=[14 + 100 * n / max(trials) for n in trials],
             color=_COLOURS[0],
             edgecolor="white",
             linewidth=0.8,
             zorder=3,
+            clip_on=False,
         )
         axis.set(title=f"position {k + 1}", xlabel="predicted survival", xlim=(0, 1), ylim=(0, 1))
         axis.set_aspect("equal")
@@ -129,7 +134,10 @@ def reliability_figure(confidence: dict[str, Any], title: str) -> "Figure":
         text = f"ECE {100 * confidence['ece'][k]:.1f} %\n"
         text += "" if auc is None or math.isnan(auc) else f"AUC {auc:.2f}\n"
         text += f"n = {confidence['counts'][k]:,}"
-        axis.text(0.05, 0.95, text, transform=axis.transAxes, va="top", fontsize=9, color="0.25")
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 2}
+        axis.text(
+            0.04, 0.96, text, transform=axis.transAxes, va="top", fontsize=9, color="0.2", bbox=box
+        )
     axes[0].set_ylabel("observed survival")
     _finish(figure, axes, title, with_legend=False)
     return figure
@@ -194,7 +202,14 @@ def _sweep_points(
         for row in result["results"]:
             if row["temperature"] == temperature:
                 drafter = facts[row["drafter"]]
+                if drafter[fact] is None:
+                    raise ValueError(f"The {fact} of drafter {drafter['name']!r} is not known.")
                 taus = {figures["name"]: figures["accepted_length"] for figures in row["sets"]}
+                if None in taus.values():
+                    raise ValueError(
+                        f"Drafter {drafter['name']!r} has no round in a set: every answer ended "
+                        "with its first token."
+                    )
                 points.append((drafter["method"], drafter[fact], taus))
     if not points:
         raise ValueError(f"The results hold nothing at temperature {temperature:g}.")
@@ -232,6 +247,7 @@ def _line_style(i: int) -> dict[str, Any]:
         "linewidth": 1.8,
         "markeredgecolor": "white",
         "markeredgewidth": 0.8,
+        "clip_on": False,
     }
 
 

@@ -91,9 +91,9 @@ def markdown_report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
 
 
 def gain(results: Sequence[dict[str, Any]]) -> list[float]:
-    """Each drafter's macro τ over the first one's, minus 1 (as the paper quotes its gains)."""
+    """How far the first drafter's macro τ is above each one's, as the paper quotes its gains."""
     first = results[0]["macro"]["accepted_length"]
-    return [result["macro"]["accepted_length"] / first - 1 for result in results]
+    return [first / result["macro"]["accepted_length"] - 1 for result in results]
 
 
 def _settings_line(settings: dict[str, Any]) -> str:
@@ -130,10 +130,9 @@ def _tau_table(results: Sequence[dict[str, Any]]) -> str:
         return tau if math.isnan(error) else f"{tau} ± {error:.2f}"
 
     rows = _grid(results, cell)
-    gains = gain(results)
     if len(results) > 1:
-        over = [f"over {results[0]['drafter']}", "", ""]
-        rows.append([*over, *(f"{100 * value:+.1f} %" for value in gains[1:])])
+        gains = [f"{100 * value:+.1f} %" for value in gain(results)[1:]]
+        rows.append([f"{results[0]['drafter']} over it", "", "", *gains])
     return _table(["set", "prompts", *(r["drafter"] for r in results)], rows)
 
 
