@@ -28,6 +28,13 @@ class Dtype(StrEnum):
     auto = "auto"
 
 
+class SweepAxis(StrEnum):
+    """What the drafters of a sweep differ in."""
+
+    layers = "layers"
+    block_size = "block-size"
+
+
 Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
@@ -173,6 +180,69 @@ def bench(
 
 
 @app.command()
+def evaluate(
+    target: Annotated[str, typer.Argument(help="Target model: Hub id or folder.")],
+    drafters: Annotated[list[str], typer.Argument(help="Drafters: Hub ids or folders.")],
+    output: Annotated[Path, typer.Option(help="Folder for the results; continued if it exists.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with a JSONL file per set; default: the Hub.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Set to use, repeatable; default: all of the folder, or the paper's."),
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per set.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens per prompt.")] = 2048,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="0 is greedy; repeatable; default: 1.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="Confidence that cuts a block; 0 verifies all.")
+    ] = 0.0,
+    plain: Annotated[bool, typer.Option(help="Run plain decoding too, for the speed-up.")] = True,
+    seed: Annotated[int, typer.Option(help="The prompt's index is added to it.")] = 980406,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Measure accepted length, speed and calibration on prompt sets; tables, JSON and plots."""
+    from ..evaluation.running import EvaluationSettings
+    from .evaluating import run_evaluate
+
+    settings = EvaluationSettings(
+        temperatures=tuple(temperature or (1.0,)),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        confidence_threshold=threshold,
+        with_plain=plain,
+    )
+    run_evaluate(
+        console,
+        target,
+        drafters,
+        output=output,
+        data=data,
+        tasks=task or (),
+        max_prompts=max_prompts,
+        settings=settings,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def sweep(
+    results: Annotated[list[Path], typer.Argument(help="results.json files of evaluations.")],
+    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=_writable)],
+    by: Annotated[SweepAxis, typer.Option(help="What the drafters differ in.")] = SweepAxis.layers,
+    temperature: Annotated[float, typer.Option(min=0, help="Which results to show.")] = 1.0,
+) -> None:
+    """Plot the accepted length of several evaluations against draft depth or block length."""
+    from .evaluating import run_sweep
+
+    run_sweep(console, results, by.value, temperature, output)
+
+
+@app.command()
 def demo(
     prompt: Annotated[
         str, typer.Argument(help="User message.")
@@ -185,6 +255,78 @@ def demo(
     from .demonstrating import run_demo
 
     run_demo(console, prompt, max_new_tokens, dtype.value, threads)
+
+
+@app.command()
+def data(
+    target: Target,
+    output: Annotated[Path, typer.Option(help="Folder of rows and provenance; resumed.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSONL of conversations, prompts or turns; repeatable."),
+    ] = None,
+    invent: Annotated[
+        int, typer.Option(min=0, help="Prompts that the target invents, beside or without files.")
+    ] = 0,
+    starters: Annotated[
+        Path | None,
+        typer.Option(help="Text file: beginnings of invented prompts, one per line."),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Every prompt is answered at each; default 0 and 1."),
+    ] = None,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    max_new_tokens: NewTokens = 512,
+    thinking: Annotated[
+        bool | None, typer.Option(help="What the chat template is told; default: nothing.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 64,
+    validation_share: Annotated[float, typer.Option(min=0, max=0.5)] = 0.05,
+    skip_malformed: Annotated[bool, typer.Option(help="Report bad rows and go on.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Precision of the target.")] = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Let the target answer prompts: the on-policy rows that a drafter learns from."""
+    from ..training.collecting import CollectionPlan
+    from .training import run_data
+
+    plan = CollectionPlan(
+        target,
+        tuple(temperature or (0.0, 1.0)),
+        top_p,
+        top_k,
+        max_new_tokens,
+        thinking,
+        validation_share,
+        seed,
+    )
+    run_data(
+        console,
+        plan,
+        prompts=prompts or [],
+        invent=invent,
+        starters=starters,
+        output=output,
+        batch_size=batch_size,
+        skip_malformed=skip_malformed,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file that describes the run.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before filling a disk.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """Train a drafter; an interrupted run goes on from its last checkpoint."""
+    from .training import run_train
+
+    run_train(console, config, yes, threads)
 
 
 def _write_json(path: Path | None, result: dict) -> None:
