@@ -239,7 +239,7 @@ def test_bad_input():
         eagle3_objective(bound, ids, mask, features, last_hidden, teacher)
 
 
-# -- it teaches -------------------------------------------------------------------------------------
+# -- it teaches ------------------------------------------------------------------------------------
 
 
 def test_training_raises_acceptance():
@@ -270,17 +270,13 @@ def test_training_raises_acceptance():
     mask = torch.ones_like(ids)
     mask[:, :3] = 0
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
-    expected = []
     for step in range(150):
         rows = slice(step * 8 % 96, step * 8 % 96 + 8)
-        loss, metrics = eagle3_objective(
+        loss, _ = eagle3_objective(
             drafter, ids[rows], mask[rows], features[rows], last_hidden[rows], target.lm_head
         )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected.append(float(metrics["accepted_length"]))
     after = accepted_length()
-    assert after > before + 0.5, (before, after)
-    # What training expects is what the loop gets.
-    assert abs(after - sum(expected[-12:]) / 12) < 0.4, (after, expected[-12:])
+    assert after > before + 1, (before, after)
