@@ -26,8 +26,9 @@ class DSparkConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`):
             Taps: target decoder layers whose raw output is read, strictly increasing. -1 is the
             input of the first layer.
-        num_target_layers (`int`):
-            Depth of the target.
+        num_target_layers (`int`, *optional*):
+            Depth of the target. `None` where a published layout does not record it; the taps are
+            then compared with the target's depth when the two meet.
         target_hidden_size (`int`):
             Width of the target's hidden states.
         vocab_size (`int`):
@@ -53,6 +54,16 @@ class DSparkConfig(PreTrainedConfig):
             Whether the checkpoint carries its own embedding; otherwise the target's is bound.
         stores_output_embeddings (`bool`, *optional*, defaults to `True`):
             Whether the checkpoint carries its own output head; otherwise the target's is bound.
+        causal_layers (`list[int]`, *optional*):
+            Draft layers in which a block slot sees earlier slots of its block only. In all others
+            the slots see each other in both directions.
+        sliding_window_per_slot (`bool`, *optional*, defaults to `False`):
+            Where the window w of a sliding draft layer is measured from. `False`: from the anchor,
+            so that every slot sees the last w context rows. `True`: from each slot, which sees
+            positions closer than w to its own.
+        unscaled_input_embeddings (`bool`, *optional*, defaults to `False`):
+            Whether the block is embedded with the plain rows of a bound embedding, also where the
+            target's own module scales what it looks up.
         bos_token_id, eos_token_id, pad_token_id (*optional*):
             The target's special tokens when the drafter was trained; compared, never used.
     """
@@ -78,6 +89,9 @@ class DSparkConfig(PreTrainedConfig):
         final_logit_softcapping: float | None = None,
         stores_input_embeddings: bool = True,
         stores_output_embeddings: bool = True,
+        causal_layers: list[int] | None = None,
+        sliding_window_per_slot: bool = False,
+        unscaled_input_embeddings: bool = False,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
@@ -102,6 +116,9 @@ class DSparkConfig(PreTrainedConfig):
         self.final_logit_softcapping = final_logit_softcapping
         self.stores_input_embeddings = stores_input_embeddings
         self.stores_output_embeddings = stores_output_embeddings
+        self.causal_layers = list(causal_layers or [])
+        self.sliding_window_per_slot = sliding_window_per_slot
+        self.unscaled_input_embeddings = unscaled_input_embeddings
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
@@ -127,6 +144,13 @@ class DSparkConfig(PreTrainedConfig):
         """Width of the draft layers."""
         return self.backbone_config.hidden_size
 
+    @property
+    def needs_block_mask(self) -> bool:
+        """Whether some draft layer hides part of its keys from some slots of the block."""
+        types = getattr(self.backbone_config, "layer_types", None) or ()
+        slides = "sliding_attention" in types
+        return bool(self.causal_layers) or (self.sliding_window_per_slot and slides)
+
     def validate_drafter(self) -> None:
         """
         Check every trained fact. Raises `ValueError` naming the field, what was found and what
@@ -136,7 +160,6 @@ class DSparkConfig(PreTrainedConfig):
             "block_size",
             "mask_token_id",
             "target_layer_ids",
-            "num_target_layers",
             "target_hidden_size",
             "vocab_size",
         ):
@@ -146,8 +169,10 @@ class DSparkConfig(PreTrainedConfig):
                     "drafter was trained and cannot be guessed: take it from the checkpoint's "
                     "config.json or its author."
                 )
-        for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
+        for name in ("block_size", "target_hidden_size", "vocab_size"):
             _require_int(name, getattr(self, name), minimum=1)
+        if self.num_target_layers is not None:
+            _require_int("num_target_layers", self.num_target_layers, minimum=1)
         _require_int("mask_token_id", self.mask_token_id, minimum=0)
         if self.backbone_config.model_type not in BACKBONES:
             raise ValueError(
@@ -162,6 +187,7 @@ class DSparkConfig(PreTrainedConfig):
             )
         self._validate_taps()
         self._validate_heads()
+        self._validate_attention()
 
     def _validate_taps(self) -> None:
         ids = self.target_layer_ids
@@ -176,7 +202,7 @@ class DSparkConfig(PreTrainedConfig):
                 f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
                 "projection was trained on one order of the taps."
             )
-        if ids[-1] >= self.num_target_layers:
+        if self.num_target_layers is not None and ids[-1] >= self.num_target_layers:
             raise ValueError(
                 f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
                 f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
@@ -209,6 +235,16 @@ class DSparkConfig(PreTrainedConfig):
         cap = self.final_logit_softcapping
         if cap is not None and not cap > 0:
             raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
+
+    def _validate_attention(self) -> None:
+        layers = self.backbone_config.num_hidden_layers
+        for layer in self.causal_layers:
+            _require_int("causal_layers", layer, minimum=0)
+            if layer >= layers:
+                raise ValueError(
+                    f"causal_layers contains {layer}, but the drafter has {layers} layers, 0 to "
+                    f"{layers - 1}."
+                )
 
 
 def _require_int(name: str, value: Any, minimum: int) -> None:

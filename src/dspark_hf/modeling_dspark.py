@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .backbones import dense, gemma4, get_backbone
+from .backbones.block_mask import additive, block_mask
 from .configuration_dspark import DSparkConfig
 from .drafting import DraftBlock, DraftContext, probabilities, sample
 from .heads import ConfidenceHead, build_markov_head
@@ -74,6 +75,11 @@ class DSparkDrafter(DSparkPreTrainedModel):
             if config.stores_output_embeddings
             else None
         )
+        if config.needs_block_mask and "flash" in (config._attn_implementation or ""):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes no mask, and this "
+                "drafter's layers need one (causal blocks or a window for each slot). Use 'sdpa'."
+            )
         num_taps = len(config.target_layer_ids)
         self.fc = nn.Linear(num_taps * config.target_hidden_size, config.hidden_size, bias=False)
         for name, module in self.backbone.build_layers(backbone).items():
@@ -305,13 +311,32 @@ class DSparkDrafter(DSparkPreTrainedModel):
         )
         block[:, 0] = anchor_ids
         block = block.to(_device_of(context.input_embeddings, block.device))
-        hidden = self.backbone.embed(context.input_embeddings, block, self.config.backbone_config)
+        if self.config.unscaled_input_embeddings:
+            hidden = nn.functional.embedding(block, context.input_embeddings.weight)
+        else:
+            hidden = self.backbone.embed(
+                context.input_embeddings, block, self.config.backbone_config
+            )
         hidden = hidden.to(self.device, self.dtype)
         rotary = self._rotary(hidden, context.position, block.shape[1])
-        for layer in self.layers:
-            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache)
+        for i, layer in enumerate(self.layers):
+            mask = self._block_mask(i, context, hidden)
+            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
         hidden = self.norm(hidden)
         return hidden if self.config.anchor_predicts else hidden[:, 1:]
+
+    def _block_mask(
+        self, layer: int, context: DraftContext, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the slots of a block may see in draft layer `layer`; `None` is everything."""
+        causal = layer in self.config.causal_layers
+        cache = context.cache.layers[layer]
+        per_slot = self.config.sliding_window_per_slot and cache.window is not None
+        if not causal and not per_slot:
+            return None
+        rows = cache.length if cache.window is None else min(cache.length, cache.window)
+        visible = block_mask(rows, hidden.shape[1], cache.window, causal, per_slot)
+        return additive(visible, hidden)
 
     def _base_logits(self, context: DraftContext, hidden: torch.Tensor) -> torch.Tensor:
         head = context.output_embeddings
