@@ -8,7 +8,8 @@ from transformers import AutoConfig
 
 from checkpoints import DFLASH, GEMMA4, GOLDEN, RNN, VANILLA, read_json
 from dspark_hf import DSparkConfig, DSparkDrafter
-from dspark_hf.loading.dialects import DEEPSPEC, normalise
+from dspark_hf.loading.detection import DEEPSPEC
+from dspark_hf.loading.dialects import read_dialect
 from tiny import make_drafter
 
 REQUIRED = (
@@ -83,7 +84,7 @@ def test_dict_round_trip():
 def test_every_fact_survives_saving(tmp_path, name, anchor_predicts):
     """B071, B074, B097: one layout is written, and it has everything; the layout flag too."""
     raw = read_json(GOLDEN / name / "config.json")
-    config = normalise(raw, DEEPSPEC, name, ["confidence_head.proj.bias"])
+    config = read_dialect(raw, DEEPSPEC, name, dict.fromkeys(["confidence_head.proj.bias"])).config
     config.anchor_predicts = anchor_predicts
     config.save_pretrained(tmp_path)
     for loaded in (DSparkConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
@@ -171,7 +172,7 @@ GEMMA4_12B = {
 def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_head):
     """B075, B147: tensor count and element totals of the released drafters, on the meta device."""
     stored = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
-    config = normalise(published(name, **sizes), DEEPSPEC, "published", stored)
+    config = read_dialect(published(name, **sizes), DEEPSPEC, "published", dict.fromkeys(stored)).config
     with torch.device("meta"):
         state = DSparkDrafter(config).state_dict()
     assert len(state) == tensors
@@ -185,12 +186,12 @@ def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_h
 def gemma4_on_meta(**changes):
     raw = published(GEMMA4, **{**GEMMA4_12B, **changes})
     with torch.device("meta"):
-        return DSparkDrafter(normalise(raw, DEEPSPEC, "published", ())).state_dict()
+        return DSparkDrafter(read_dialect(raw, DEEPSPEC, "published", {}).config).state_dict()
 
 
 def test_published_head_widths_are_stated_not_derived():
     """B086, B087: 32 heads of 128 on a width of 2560; 16 global heads of 512 on 3840."""
-    config = normalise(published(VANILLA, **QWEN3_4B), DEEPSPEC, "published", ())
+    config = read_dialect(published(VANILLA, **QWEN3_4B), DEEPSPEC, "published", {}).config
     with torch.device("meta"):
         state = DSparkDrafter(config).state_dict()
     assert state["layers.0.self_attn.q_proj.weight"].shape == (4096, 2560)
@@ -219,5 +220,5 @@ def test_the_targets_layer_pattern_is_no_fact_about_the_drafter():
     """B089, B112: Gemma 4 draft layers are full-attention layers whatever the copied list says."""
     pattern = ["sliding_attention"] * 4 + ["full_attention"]
     raw = published(GEMMA4, **GEMMA4_12B, layer_types=pattern)
-    config = normalise(raw, DEEPSPEC, "published", ())
+    config = read_dialect(raw, DEEPSPEC, "published", {}).config
     assert config.backbone_config.layer_types == ["full_attention"] * 5

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .generation.candidate_generator import DSparkCandidateGenerator
     from .generation.outputs import DSparkDecoderOnlyOutput
     from .generation.statistics import RoundRecord, Statistics, collect_statistics
-    from .loading.dialects import UnsupportedCheckpointError
+    from .loading.detection import UnsupportedCheckpointError
     from .modeling_dspark import DSparkDrafter
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ _NAMES = {
     "DraftContext": "drafting",
     "RoundRecord": "generation.statistics",
     "Statistics": "generation.statistics",
-    "UnsupportedCheckpointError": "loading.dialects",
+    "UnsupportedCheckpointError": "loading.detection",
     "collect_statistics": "generation.statistics",
 }
 

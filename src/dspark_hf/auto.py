@@ -54,9 +54,9 @@ def _wrap_get_model_class(original):
             from .modeling_dspark import DSparkDrafter
 
             return DSparkDrafter
-        from .loading.dialects import DEEPSPEC_BACKBONES, FOREIGN_ARCHITECTURES
+        from .loading.detection import DRAFTER_ARCHITECTURES
 
-        known = {*DEEPSPEC_BACKBONES, *FOREIGN_ARCHITECTURES}
+        known = DRAFTER_ARCHITECTURES
         drafters = [name for name in config.architectures or () if name in known]
         if drafters:
             source = config.name_or_path or "this checkpoint"

@@ -32,7 +32,10 @@ class DSparkConfig(PreTrainedConfig):
         target_hidden_size (`int`):
             Width of the target's hidden states.
         vocab_size (`int`):
-            Width of the target's logits, which is the width of the draft logits too.
+            V, width of the target's logits. Draft tokens are ids of this vocabulary.
+        draft_vocab_size (`int`, *optional*):
+            V_d, how many of the target's tokens can be drafted; `None` for all of them. With fewer,
+            the drafter's `draft_to_target` says which ones.
         anchor_predicts (`bool`, *optional*, defaults to `True`):
             Block layout. `True`: the anchor slot predicts the first draft token and the block has γ
             slots (DSpark and DeepSpec's DFlash). `False`: the anchor slot is context only and the
@@ -80,6 +83,7 @@ class DSparkConfig(PreTrainedConfig):
         num_target_layers: int | None = None,
         target_hidden_size: int | None = None,
         vocab_size: int | None = None,
+        draft_vocab_size: int | None = None,
         anchor_predicts: bool = True,
         markov_head_type: str | None = None,
         markov_rank: int = 0,
@@ -107,6 +111,7 @@ class DSparkConfig(PreTrainedConfig):
         self.num_target_layers: Any = num_target_layers
         self.target_hidden_size: Any = target_hidden_size
         self.vocab_size: Any = vocab_size
+        self.draft_vocab_size = draft_vocab_size
         self.anchor_predicts = anchor_predicts
         self.markov_head_type = markov_head_type
         self.markov_rank = markov_rank
@@ -151,6 +156,11 @@ class DSparkConfig(PreTrainedConfig):
         slides = "sliding_attention" in types
         return bool(self.causal_layers) or (self.sliding_window_per_slot and slides)
 
+    @property
+    def num_draftable_tokens(self) -> int:
+        """V_d: rows of the draft head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
     def validate_drafter(self) -> None:
         """
         Check every trained fact. Raises `ValueError` naming the field, what was found and what
@@ -185,9 +195,21 @@ class DSparkConfig(PreTrainedConfig):
                 f"rows (0 to {self.vocab_size - 1}). Check config.json: the two must come from "
                 "the same training."
             )
+        self._validate_draft_vocabulary()
         self._validate_taps()
         self._validate_heads()
         self._validate_attention()
+
+    def _validate_draft_vocabulary(self) -> None:
+        if self.draft_vocab_size is None:
+            return
+        _require_int("draft_vocab_size", self.draft_vocab_size, minimum=1)
+        if self.draft_vocab_size >= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size} and vocab_size {self.vocab_size}: a "
+                "reduced draft vocabulary is smaller than the target's. Leave it out if every "
+                "token can be drafted."
+            )
 
     def _validate_taps(self) -> None:
         ids = self.target_layer_ids

@@ -12,14 +12,15 @@ from .backbones.context_cache import ContextLayer
 @dataclass
 class DraftBlock:
     """
-    One drafted block. R rows, γ draft tokens, V vocabulary, H hidden size.
+    One drafted block. R rows, γ draft tokens, V vocabulary, V_d draft vocabulary, H hidden size.
 
     Attributes:
         tokens (`torch.Tensor` of shape `(R, γ)`): the draft tokens.
         logits (`torch.Tensor` of shape `(R, γ, V)`):
             Float32 logits that each token was drawn from: Markov bias added, logits processors
-            applied. When tokens were sampled, the softmax of these is q.
-        base_logits (`torch.Tensor` of shape `(R, γ, V)`):
+            applied. When tokens were sampled, the softmax of these is q. Tokens outside of a
+            reduced draft vocabulary have -inf.
+        base_logits (`torch.Tensor` of shape `(R, γ, V_d)`):
             logits of the parallel stage, before the Markov bias.
         hidden_states (`torch.Tensor` of shape `(R, γ, H)`): backbone output after the final norm.
         confidence_logits (`torch.Tensor` of shape `(R, γ)`, *optional*):

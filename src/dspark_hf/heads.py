@@ -2,9 +2,9 @@
 The sequential stage and the confidence head of a drafter (paper sections 2 and 4, equations 4 to
 7).
 
-Shapes: R rows, G block positions (γ), V vocabulary, H hidden size, r Markov rank. Each Markov head
-has two methods that agree: `step` for drafting, one position at a time, and `block` for
-teacher-forced training.
+Shapes: R rows, G block positions (γ), V vocabulary, V_d draft vocabulary (V unless it is reduced),
+H hidden size, r Markov rank. Each Markov head has two methods that agree: `step` for drafting, one
+position at a time, and `block` for teacher-forced training.
 """
 
 import torch
@@ -19,7 +19,7 @@ class VanillaMarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.num_draftable_tokens, bias=False)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """W1 rows of `token_ids`: (...) to (..., r)."""
@@ -39,14 +39,14 @@ class VanillaMarkovHead(nn.Module):
                 what the previous call returned; `None` at the first position.
 
         Returns:
-            The logit bias of shape `(R, V)` and the state for the next position.
+            The logit bias of shape `(R, V_d)` and the state for the next position.
         """
         return self.markov_w2(self.embed(previous_ids)), None
 
     def block(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """
-        Biases `(..., G, V)` of whole blocks, given previous tokens `(..., G)` and hidden `(..., G,
-        H)`.
+        Biases `(..., G, V_d)` of whole blocks, given previous tokens `(..., G)` and hidden
+        `(..., G, H)`.
         """
         return self.markov_w2(self.embed(previous_ids))
 

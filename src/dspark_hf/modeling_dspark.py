@@ -2,7 +2,7 @@
 `DSparkDrafter`: the semi-autoregressive draft model (paper section 2).
 
 Shapes: R rows, T context positions, n taps, H hidden size, W block slots, γ draft tokens, V
-vocabulary.
+vocabulary, V_d draft vocabulary.
 """
 
 import copy
@@ -40,6 +40,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
     # What `generate` and pipelines recognise a drafter by.
     is_dspark_drafter = True
     _no_split_modules: ClassVar[list[str]] = [dense.DECODER_LAYER, gemma4.DECODER_LAYER]
+    # Membership list of a reduced vocabulary in published layouts; the map says the same.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = ["^t2d$"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
@@ -71,7 +73,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
             else None
         )
         self.lm_head = (
-            nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            nn.Linear(config.hidden_size, config.num_draftable_tokens, bias=False)
             if config.stores_output_embeddings
             else None
         )
@@ -80,6 +82,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 f"attn_implementation={config._attn_implementation!r} takes no mask, and this "
                 "drafter's layers need one (causal blocks or a window for each slot). Use 'sdpa'."
             )
+        if config.draft_vocab_size is not None:
+            # Target ids (V_d,) of the rows of the head.
+            self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size))
         num_taps = len(config.target_layer_ids)
         self.fc = nn.Linear(num_taps * config.target_hidden_size, config.hidden_size, bias=False)
         for name, module in self.backbone.build_layers(backbone).items():
@@ -208,6 +213,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
                     "drafter.bind(target) first, or pass it to "
                     "target.generate(assistant_model=drafter)."
                 )
+        if self.lm_head is None and self.config.draft_vocab_size is not None:
+            head = _head_rows(head, self.draft_to_target)
         windows = [getattr(layer.self_attn, "sliding_window", None) for layer in self.layers]
         return DraftContext(batch_size, windows, embeddings, head, start_position)
 
@@ -274,6 +281,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 embedded.append(self.markov_head.embed(previous))
                 bias, state = self.markov_head.step(previous, hidden[:, k], state)
                 scores = scores + bias.float()
+            scores = self._in_target_vocabulary(scores)
             if not context.is_checked:
                 _refuse_nan(scores, base_logits)
                 context.is_checked = True
@@ -349,6 +357,14 @@ class DSparkDrafter(DSparkPreTrainedModel):
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits.float()
+
+    def _in_target_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """Draft logits `(R, V_d)` as `(R, V)`; tokens that are never drafted have -inf."""
+        if self.config.draft_vocab_size is None:
+            return scores
+        full = scores.new_full((scores.shape[0], self.config.vocab_size), -torch.inf)
+        full[:, self.draft_to_target] = scores
+        return full
 
     def _rotary(
         self, x: torch.Tensor, start: int, length: int
@@ -433,6 +449,20 @@ def _device_of(module: nn.Module, default: torch.device) -> torch.device:
     """Where a module's weight lives; offloaded weights (meta) are fetched by their own hooks."""
     weight = getattr(module, "weight", None)
     return default if weight is None or weight.device.type == "meta" else weight.device
+
+
+def _head_rows(head: nn.Module, token_ids: torch.Tensor) -> nn.Module:
+    """The output head of a target, cut down to the tokens that can be drafted."""
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or getattr(head, "bias", None) is not None:
+        raise ValueError(
+            f"The drafter drafts {len(token_ids)} of the target's tokens with the target's own "
+            f"head, and this head ({type(head).__name__}) has no plain weight without bias to take "
+            "the rows from. Load the target with an unquantised head."
+        )
+    rows = nn.Linear(weight.shape[1], len(token_ids), bias=False, device="meta")
+    rows.weight = nn.Parameter(weight[token_ids.to(weight.device)], requires_grad=False)
+    return rows
 
 
 def _check_identical(name: str, own: nn.Module, other: nn.Module) -> None:

@@ -51,7 +51,7 @@ def _load_drafter(model: Any, assistant: Any) -> Any:
     if not isinstance(assistant, str | os.PathLike):
         return None
     assistant = os.fspath(assistant)
-    from .loading.dialects import is_foreign_drafter
+    from .loading.detection import is_foreign_drafter
     from .loading.files import read_config
 
     raw = read_config(assistant)

@@ -259,10 +259,10 @@ def test_a_repository_that_misses_a_shard(hub):
 
 def test_an_unreadable_layout_costs_no_download(hub, tmp_path):
     """B075: refused by its config, before gigabytes travel."""
-    foreign = copy_checkpoint(tmp_path / "foreign", DFLASH, architectures=["DFlashDraftModel"])
+    foreign = copy_checkpoint(tmp_path / "foreign", DFLASH, architectures=["K3DSparkModel"])
     hub.add("z/foreign", foreign)
     for load in (DSparkDrafter.from_pretrained, describe):
-        with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="z-lab DFlash"):
+        with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="Kimi K3"):
             load("z/foreign")
     assert set(hub.sent) == {"config.json"}
 

@@ -5,7 +5,13 @@ from typing import Any
 from ..configuration_dspark import DSparkConfig
 from .detection import DEEPSPEC_BACKBONES, architecture_of
 from .qwen3_body import read_body
-from .reading import ConfigReader, Reading, block_layout
+from .reading import (
+    ConfigReader,
+    Reading,
+    block_layout,
+    draft_vocabulary,
+    vocabulary_tensors,
+)
 
 # Host model types under which DeepSpec drafters are published (the config is a copy of the
 # target's; heads for Qwen3.5 targets keep that target's type over a stock Qwen3 body).
@@ -70,13 +76,14 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
     config = DSparkConfig(
         backbone_config=body,
         target_hidden_size=body["hidden_size"],
+        draft_vocab_size=draft_vocabulary(reader, facts["vocab_size"]),
         final_logit_softcapping=cap if backbone == "gemma4_text" else None,
         **shape,
         **facts,
         **heads,
         **common_facts(reader),
     )
-    return Reading(config)
+    return Reading(config, **vocabulary_tensors(reader))
 
 
 def common_facts(reader: ConfigReader) -> dict[str, Any]:

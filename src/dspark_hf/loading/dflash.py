@@ -10,9 +10,15 @@ from typing import Any
 
 from ..configuration_dspark import DSparkConfig
 from .deepspec import common_facts
-from .detection import DFLASH, FORK, LFM2, MODELOPT
+from .detection import DFLASH, FORK, MODELOPT
 from .qwen3_body import read_body
-from .reading import ConfigReader, Reading, block_layout
+from .reading import (
+    ConfigReader,
+    Reading,
+    block_layout,
+    draft_vocabulary,
+    vocabulary_tensors,
+)
 
 _SECTION = "dflash_config"
 # Tensor names that differ from ours, by the start of the name.
@@ -68,6 +74,7 @@ def read_dflash_family(reader: ConfigReader, dialect: str, layout: str | None) -
         num_target_layers=depth,
         target_hidden_size=body["hidden_size"],
         vocab_size=body["vocab_size"],
+        draft_vocab_size=draft_vocabulary(reader, body["vocab_size"]),
         # z-lab's reference hands the window to the attention kernel, which measures it from each
         # query; the trainers of the others mask it from the anchor.
         sliding_window_per_slot=dialect == DFLASH,
@@ -78,11 +85,13 @@ def read_dflash_family(reader: ConfigReader, dialect: str, layout: str | None) -
         **common_facts(reader),
     )
     interleaved = reader.get("interleaved_rotary", "rope_is_neox_style") is False
+    vocabulary = vocabulary_tensors(reader)
+    vocabulary["renames"] |= renames
     return Reading(
         config,
-        renames=renames,
         interleaved_rotary=interleaved,
         greedy_drafts=config.markov_head_type is None,
+        **vocabulary,
     )
 
 

@@ -6,25 +6,11 @@ from typing import Any
 
 from ..configuration_dspark import DSparkConfig
 from .deepspec import read_deepspec
-from .detection import (
-    DEEPSPEC,
-    DSPARK,
-    SPECULATORS,
-    UnsupportedCheckpointError,
-    detect_dialect,
-    is_foreign_drafter,
-)
+from .detection import DEEPSPEC, DSPARK, SPECULATORS
 from .dflash import read_dflash_family
 from .files import TensorInfo
 from .reading import ConfigReader, Reading
 from .speculators import read_speculators
-
-__all__ = [
-    "UnsupportedCheckpointError",
-    "detect_dialect",
-    "is_foreign_drafter",
-    "read_dialect",
-]
 
 
 def read_dialect(

@@ -183,3 +183,35 @@ def block_layout(
             f"in the {ANCHOR_FIRST if stated else INFILL} layout, found {width!r}."
         )
     return {"block_size": width if stated else width - 1, "anchor_predicts": stated}
+
+
+def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None = None) -> Any:
+    """
+    V_d of a reduced draft vocabulary, `None` for a full one.
+
+    A size that equals the target's, without a map, is a full vocabulary.
+
+    Raises:
+        `ValueError`: fewer tokens than the target has, and no map that says which.
+    """
+    size = reader.get("draft_vocab_size", "draft_vocab_size", default=default)
+    if size is None or (size == vocab_size and "d2t" not in reader.tensors):
+        return None
+    if reader.tensors and "d2t" not in reader.tensors:
+        raise ValueError(
+            f"{reader.source}: draft_vocab_size is {size} and vocab_size {vocab_size}, but the "
+            "weights hold no d2t that says which of the target's tokens can be drafted. Take the "
+            "complete weights of the original checkpoint."
+        )
+    return size
+
+
+def vocabulary_tensors(reader: ConfigReader) -> dict[str, Any]:
+    """How the map of a reduced vocabulary is stored in published layouts, for a [`Reading`]."""
+    names = reader.tensors
+    return {
+        "renames": {"d2t": "draft_to_target"} if "d2t" in names else {},
+        # Which tokens can be drafted, once more: compared with the map and not kept.
+        "unneeded": frozenset({"t2d"} & set(names)),
+        "vocabulary_offsets": "d2t" in names,
+    }

@@ -9,7 +9,13 @@ from transformers import AutoConfig
 
 from ..configuration_dspark import DSparkConfig
 from .qwen3_body import check_layer_types, read_rotary
-from .reading import ConfigReader, Reading, block_layout
+from .reading import (
+    ConfigReader,
+    Reading,
+    block_layout,
+    draft_vocabulary,
+    vocabulary_tensors,
+)
 
 _BODY = "transformer_layer_config"
 _BODY_KEYS = (
@@ -68,6 +74,8 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
         num_target_layers=reader.get("num_target_layers", "num_target_layers"),
         target_hidden_size=target_width or body["hidden_size"],
         vocab_size=body["vocab_size"],
+        # The default of the container's class, which a file may leave out.
+        draft_vocab_size=draft_vocabulary(reader, body["vocab_size"], default=32_000),
         causal_layers=_causal_layers(reader, body),
         # Heads of this container were trained on plain embedding rows whatever the target does.
         unscaled_input_embeddings=True,
@@ -79,7 +87,7 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
         **_read_heads(reader, is_dspark),
     )
     reader.by_rule("unscaled_input_embeddings", "speculators embeds with plain rows")
-    return Reading(config, greedy_drafts=not is_dspark)
+    return Reading(config, greedy_drafts=not is_dspark, **vocabulary_tensors(reader))
 
 
 def _read_body(reader: ConfigReader) -> dict[str, Any]:
