@@ -12,9 +12,9 @@ from safetensors import safe_open
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from .adapting import adapt_weights
-from .detection import DSPARK, detect_dialect
+from .detection import EAGLE3_DIALECTS, UnsupportedCheckpointError, detect_dialect
 from .dialects import read_dialect
 from .files import (
     FLOAT_BYTES,
@@ -47,13 +47,13 @@ class CheckpointFacts:
     tensors: dict[str, TensorInfo]
 
     @property
-    def config(self) -> DSparkConfig:
+    def config(self) -> DrafterConfig:
         """The trained facts in the normal form."""
         return self.reading.config
 
 
 def read_facts(
-    cls: type, source: str, download_weights: bool, block_layout: str | None = None, **hub: Any
+    cls: Any, source: str, download_weights: bool, block_layout: str | None = None, **hub: Any
 ) -> CheckpointFacts:
     """
     Read and check everything but the weights.
@@ -71,7 +71,7 @@ def read_facts(
     """
     raw = read_config(source, **hub)
     # Refuse foreign layouts before gigabytes travel; tensor names are looked at again below.
-    detect_dialect(raw, source)
+    _check_kind(cls, detect_dialect(raw, source), raw, source)
     tensors = (read_tensors if download_weights else read_tensors_remotely)(source, **hub)
     dialect = detect_dialect(raw, source, tensors)
     try:
@@ -85,8 +85,24 @@ def read_facts(
     return CheckpointFacts(source, dialect, raw, reading, tensors)
 
 
+def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> None:
+    """Refuse a drafter of the other kind."""
+    is_eagle3 = dialect in EAGLE3_DIALECTS
+    if is_eagle3 == cls.is_autoregressive:
+        return
+    kind, loader = (
+        ("an Eagle3 drafter", "Eagle3Drafter")
+        if is_eagle3
+        else ("a block drafter", "DSparkDrafter")
+    )
+    raise UnsupportedCheckpointError(
+        f"{source} is {kind} (layout {dialect}, architectures {raw.get('architectures')!r}), which "
+        f"{cls.__name__} cannot be. Load it with dspark_hf.{loader}.from_pretrained({source!r})."
+    )
+
+
 def check_tensors(
-    cls: type, reading: Reading, stored: dict[str, TensorInfo], source: str
+    cls: Any, reading: Reading, stored: dict[str, TensorInfo], source: str
 ) -> None:
     """
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
@@ -129,13 +145,13 @@ def check_tensors(
 
 
 def load_drafter(
-    cls: type,
+    cls: Any,
     host_from_pretrained: Callable[..., Any],
     source: str | os.PathLike,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`DSparkDrafter.from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
+    """A drafter's `from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
     if kwargs.get("trust_remote_code"):
         raise ValueError(
             "trust_remote_code=True is not supported: this library never runs code of a repository."
@@ -161,7 +177,8 @@ def load_drafter(
         logger.warning("%s: %s", source, warning)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
-    config = given if isinstance(given, DSparkConfig) and facts.dialect == DSPARK else facts.config
+    is_own = facts.dialect == cls.config_class.model_type
+    config = given if is_own and isinstance(given, cls.config_class) else facts.config
     generation_config = kwargs.pop("generation_config", None)
     stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if generation_config is None else None
     if stored is not None:

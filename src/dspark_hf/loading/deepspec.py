@@ -62,14 +62,7 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
         "vocab_size": reader.require("vocab_size", "vocab_size"),
     }
     heads = _read_heads(reader)
-    model_type = reader.get("model_type", "model_type")
-    if model_type not in _MODEL_TYPES[backbone]:
-        raise ValueError(
-            f"{reader.source}: architecture {architecture_of(reader.raw)} goes with model_type "
-            f"{' or '.join(_MODEL_TYPES[backbone])}, found {model_type!r}. The config.json was "
-            "edited or belongs to another checkpoint."
-        )
-    body = read_body(reader) if backbone == "qwen3" else _gemma4_body(reader)
+    body = deepspec_body(reader, backbone)
     reader.by_rule("anchor_predicts", "DeepSpec blocks are anchor-first, DFlash included")
     shape = block_layout(reader, width, True, layout)
     cap = reader.get("final_logit_softcapping", "final_logit_softcapping")
@@ -86,6 +79,23 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
     return Reading(config, **vocabulary_tensors(reader))
 
 
+def deepspec_body(reader: ConfigReader, backbone: str) -> dict[str, Any]:
+    """
+    Config fields of the draft layers of a DeepSpec drafter, `"qwen3"` or `"gemma4_text"`.
+
+    Raises:
+        `ValueError`: a key is missing, or contradicts the architecture.
+    """
+    model_type = reader.get("model_type", "model_type")
+    if model_type not in _MODEL_TYPES[backbone]:
+        raise ValueError(
+            f"{reader.source}: architecture {architecture_of(reader.raw)} goes with model_type "
+            f"{' or '.join(_MODEL_TYPES[backbone])}, found {model_type!r}. The config.json was "
+            "edited or belongs to another checkpoint."
+        )
+    return read_body(reader) if backbone == "qwen3" else _gemma4_body(reader)
+
+
 def common_facts(reader: ConfigReader) -> dict[str, Any]:
     """What every flat layout states alike: stored matrices, precision, special tokens."""
     reader.ignore("architectures", "model_type", "tie_word_embeddings", *_TRAINING_KEYS)
@@ -93,11 +103,8 @@ def common_facts(reader: ConfigReader) -> dict[str, Any]:
         stored = tensor in reader.tensors
         reader.by_rule(name, f"{tensor} is {'stored' if stored else 'absent: the target lends it'}")
     return {
-        "confidence_head_bias": "confidence_head.proj.bias" in reader.tensors
-        or "confidence_proj.bias" in reader.tensors,
         "stores_input_embeddings": "embed_tokens.weight" in reader.tensors,
         "stores_output_embeddings": "lm_head.weight" in reader.tensors,
-        "architectures": ["DSparkDrafter"],
         "dtype": reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
         **{key: reader.get(key, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
@@ -127,6 +134,8 @@ def _read_heads(reader: ConfigReader) -> dict[str, Any]:
         "markov_rank": rank,
         "confidence_head": has_confidence,
         "confidence_head_with_markov": bool(with_markov),
+        "confidence_head_bias": "confidence_head.proj.bias" in reader.tensors,
+        "architectures": ["DSparkDrafter"],
     }
 
 

@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
+from ..auto import drafter_class
+from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
-from ..modeling_dspark import DSparkDrafter
 from .checkpoint import read_facts
-from .files import num_bytes
+from .files import num_bytes, read_config
 
 
 def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[str, Any]:
@@ -25,9 +26,8 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
-    facts = read_facts(
-        DSparkDrafter, source, download_weights=False, block_layout=block_layout, **hub
-    )
+    cls = drafter_class(read_config(source, **hub))
+    facts = read_facts(cls, source, download_weights=False, block_layout=block_layout, **hub)
     config, tensors, reading = facts.config, facts.tensors, facts.reading
     bound = []
     if not config.stores_input_embeddings:
@@ -38,11 +38,8 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
         "source": source,
         "dialect": facts.dialect,
         "architecture": (facts.raw_config.get("architectures") or [None])[0],
-        "family": "dspark" if config.markov_head_type or config.confidence_head else "dflash",
+        "family": _family(config),
         "block_size": config.block_size,
-        "block_width": config.block_width,
-        "anchor_predicts": config.anchor_predicts,
-        "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         "hidden_states_indices": [layer + 1 for layer in config.target_layer_ids],
         "num_target_layers": config.num_target_layers,
@@ -51,17 +48,10 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
         "draft_vocab_size": config.draft_vocab_size,
         "backbone": config.backbone_config.model_type,
         "num_draft_layers": config.backbone_config.num_hidden_layers,
-        "windows": _windows(config),
-        "window_measured_from": "slot" if config.sliding_window_per_slot else "anchor",
-        "causal_layers": config.causal_layers,
         "rope": _rotary(config),
         "interleaved_rotary": reading.interleaved_rotary,
-        "markov_head": config.markov_head_type,
-        "markov_rank": config.markov_rank,
-        "confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_head_with_markov,
+        **(_block_facts(config) if isinstance(config, DSparkConfig) else {}),
         "final_logit_softcapping": config.final_logit_softcapping,
-        "unscaled_input_embeddings": config.unscaled_input_embeddings,
         "bound_from_target": bound,
         "draft_sampling": "greedy" if reading.greedy_drafts else "sample",
         "num_tensors": len(tensors),
@@ -77,6 +67,29 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
     }
 
 
+def _family(config: DrafterConfig) -> str:
+    if not isinstance(config, DSparkConfig):
+        return "eagle3"
+    return "dspark" if config.markov_head_type or config.confidence_head else "dflash"
+
+
+def _block_facts(config: DSparkConfig) -> dict[str, Any]:
+    """What only drafters of whole blocks have."""
+    return {
+        "block_width": config.block_width,
+        "anchor_predicts": config.anchor_predicts,
+        "mask_token_id": config.mask_token_id,
+        "markov_head": config.markov_head_type,
+        "markov_rank": config.markov_rank,
+        "confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_head_with_markov,
+        "windows": _windows(config),
+        "window_measured_from": "slot" if config.sliding_window_per_slot else "anchor",
+        "causal_layers": config.causal_layers,
+        "unscaled_input_embeddings": config.unscaled_input_embeddings,
+    }
+
+
 def _windows(config: DSparkConfig) -> list[int | None]:
     """Sliding window of every draft layer, `None` for full attention."""
     backbone = config.backbone_config
@@ -88,6 +101,6 @@ def _windows(config: DSparkConfig) -> list[int | None]:
     ]
 
 
-def _rotary(config: DSparkConfig) -> dict[str, Any]:
+def _rotary(config: DrafterConfig) -> dict[str, Any]:
     rope = dict(config.backbone_config.rope_parameters)
     return rope.get("full_attention", rope)

@@ -9,10 +9,12 @@ layout is refused, and a known one that is not read is refused by name.
 from collections.abc import Collection
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
-
+# This library's own layouts; the names are the model types in config.json.
 DSPARK = "dspark"
+EAGLE3 = "dspark_eagle3"
+OWN_LAYOUTS = (DSPARK, EAGLE3)
 DEEPSPEC = "deepspec"
+DEEPSPEC_EAGLE3 = "deepspec_eagle3"
 SPECULATORS = "speculators"
 SPECFORGE = "specforge"
 MODELOPT = "modelopt"
@@ -20,12 +22,17 @@ LFM2 = "lfm2"
 DFLASH = "dflash"
 FORK = "fork"
 
+# Layouts that `Eagle3Drafter` reads; the others are `DSparkDrafter`'s.
+EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3)
+
 READ_LAYOUTS = (
-    "its own layout, DeepSpec DSpark and DFlash, speculators DSpark and DFlash, SpecForge DSpark, "
+    "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark and DFlash, SpecForge DSpark, "
     "ModelOpt DSpark, LiquidAI LFM2.5 DSpark, and z-lab DFlash with its relatives"
 )
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
+_DEEPSPEC_EAGLE3_BACKBONES = {"Qwen3Eagle3Model": "qwen3", "Gemma4Eagle3Model": "gemma4_text"}
+_GEMMA4_MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
 
 _EAGLE3 = "an EAGLE-3 drafter"
 _EAGLE3_INSTEAD = "EAGLE-3 drafters of this layout are served by vLLM and SGLang"
@@ -64,8 +71,6 @@ _REFUSED_ARCHITECTURES = {
     "DFlash2DraftModel": "another algorithm; serve it with vLLM",
     "DFlareDraftModel": "another algorithm; use the engine of its author",
     "DFlyDraftModel": "another algorithm; use the engine of its author",
-    "Qwen3Eagle3Model": "DSparkDrafter reads block drafters",
-    "Gemma4Eagle3Model": "DSparkDrafter reads block drafters",
     "LlamaForCausalLMEagle3": _EAGLE3_INSTEAD,
     "Eagle3LlamaForCausalLM": _EAGLE3_INSTEAD,
     "Eagle3DeepseekV2ForCausalLM": _EAGLE3_INSTEAD,
@@ -133,9 +138,27 @@ def is_foreign_drafter(raw: dict[str, Any]) -> bool:
 
     Ours is not foreign, and what the host runs by itself is not ours to judge.
     """
-    if raw.get("model_type") in (DSparkConfig.model_type, *_HOST_MODELS):
+    if is_own_layout(raw) or raw.get("model_type") in _HOST_MODELS:
         return False
     return refused_layout(raw, ()) is not None or _readable_dialect(raw, ()) is not None
+
+
+def is_own_layout(raw: dict[str, Any]) -> bool:
+    """Whether a config.json was written by this library."""
+    return raw.get("model_type") in OWN_LAYOUTS
+
+
+def is_eagle3(raw: dict[str, Any]) -> bool:
+    """Whether a config.json describes a drafter that `Eagle3Drafter` reads."""
+    return refused_layout(raw, ()) is None and _readable_dialect(raw, ()) in EAGLE3_DIALECTS
+
+
+def deepspec_eagle3_backbone(raw: dict[str, Any]) -> str | None:
+    """Backbone of a DeepSpec Eagle3 drafter; `None` for everything else."""
+    architecture = architecture_of(raw)
+    if architecture == "Eagle3DraftModel" and "ttt_length" in raw:
+        return "gemma4_text" if raw.get("model_type") in _GEMMA4_MODEL_TYPES else "qwen3"
+    return _DEEPSPEC_EAGLE3_BACKBONES.get(architecture or "")
 
 
 def architecture_of(raw: dict[str, Any]) -> str | None:
@@ -154,12 +177,14 @@ def dflash_section(raw: dict[str, Any]) -> dict[str, Any]:
 def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None:
     """The layout of a checkpoint that nothing refuses."""
     architecture, dflash = architecture_of(raw), dflash_section(raw)
-    if raw.get("model_type") == DSparkConfig.model_type:
-        return DSPARK
+    if is_own_layout(raw):
+        return str(raw["model_type"])
     if "speculators_model_type" in raw:
         return SPECULATORS
     if architecture in DEEPSPEC_BACKBONES:
         return DEEPSPEC
+    if deepspec_eagle3_backbone(raw):
+        return DEEPSPEC_EAGLE3
     if dflash.get("projector_type") == "dspark":
         flat = "shift_label" in dflash or "markov_w1.weight" in names
         return MODELOPT if flat else SPECFORGE
@@ -174,7 +199,7 @@ def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None
 def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     """What a checkpoint is and what to use instead, if it is of a kind that is not read."""
     architecture, dflash = architecture_of(raw), dflash_section(raw)
-    if raw.get("model_type") == DSparkConfig.model_type:
+    if is_own_layout(raw):
         return None
     if "speculators_model_type" in raw:
         return _refused_speculators(raw["speculators_model_type"])
@@ -183,7 +208,7 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
             "a target with an embedded DSpark drafter (dspark_* keys or mtp.* tensors)",
             "load it as a target",
         )
-    if architecture in DEEPSPEC_BACKBONES:
+    if architecture in DEEPSPEC_BACKBONES or deepspec_eagle3_backbone(raw):
         return None
     projector = dflash.get("projector_type")
     if projector not in (None, "dspark", "dflash"):
@@ -195,8 +220,6 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
         architecture = "K3DSparkModel"
     if raw.get("enable_qwen35_gated_q_proj"):
         architecture = "Qwen35DSparkModel"
-    if architecture == "Eagle3DraftModel" and "ttt_length" in raw:
-        return f"a DeepSpec Eagle3 drafter ({architecture})", "DSparkDrafter reads block drafters"
     if architecture in _REFUSED_ARCHITECTURES:
         what = f"{DRAFTER_ARCHITECTURES[architecture]} ({architecture})"
         return what, _REFUSED_ARCHITECTURES[architecture]

@@ -194,6 +194,8 @@ def _read_heads(
         "markov_rank": rank,
         "confidence_head": has_confidence,
         "confidence_head_with_markov": has_confidence and bool(with_markov),
+        "confidence_head_bias": "confidence_head.proj.bias" in shapes,
+        "architectures": ["DSparkDrafter"],
     }
 
 

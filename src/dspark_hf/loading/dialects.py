@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from .deepspec import read_deepspec
-from .detection import DEEPSPEC, DSPARK, SPECULATORS
+from .detection import DEEPSPEC, EAGLE3_DIALECTS, OWN_LAYOUTS, SPECULATORS
 from .dflash import read_dflash_family
+from .eagle3 import read_eagle3
 from .files import TensorInfo
 from .reading import ConfigReader, Reading
 from .speculators import read_speculators
@@ -38,16 +40,19 @@ def read_dialect(
         `ValueError`: a required key is missing, or keys contradict each other.
     """
     reader = ConfigReader(raw, source, tensors)
-    if dialect == DSPARK:
+    if dialect in OWN_LAYOUTS:
         if block_layout is not None:
             raise ValueError(
                 f"{source} is in this library's own layout, which says how its blocks are laid "
                 "out; block_layout is for published layouts that do not."
             )
         reader.require("backbone_config", "backbone_config")
-        return Reading(DSparkConfig.from_dict(raw))
+        own = DSparkConfig if dialect == DSparkConfig.model_type else Eagle3Config
+        return Reading(own.from_dict(raw))
     if dialect == DEEPSPEC:
         reading = read_deepspec(reader, block_layout)
+    elif dialect in EAGLE3_DIALECTS:
+        reading = read_eagle3(reader, block_layout)
     elif dialect == SPECULATORS:
         reading = read_speculators(reader, block_layout)
     else:

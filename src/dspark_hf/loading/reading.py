@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from .files import TensorInfo
 
 ANCHOR_FIRST, INFILL = "anchor_first", "infill"
@@ -20,7 +20,7 @@ class Reading:
     A checkpoint in the normal form: what every dialect is turned into.
 
     Attributes:
-        config ([`DSparkConfig`]): the trained facts.
+        config ([`DrafterConfig`]): the trained facts.
         renames (`dict[str, str]`): stored tensor names that differ from ours, and ours.
         unneeded (`frozenset[str]`): stored tensors that the layout knows and drafting does not use.
         interleaved_rotary (`bool`):
@@ -32,7 +32,7 @@ class Reading:
         warnings (`list[str]`): contradictions and silences, and how they were resolved.
     """
 
-    config: DSparkConfig
+    config: DrafterConfig
     renames: dict[str, str] = field(default_factory=dict)
     unneeded: frozenset[str] = frozenset()
     interleaved_rotary: bool = False
