@@ -16,7 +16,6 @@ REQUIRED = (
     "block_size",
     "mask_token_id",
     "target_layer_ids",
-    "num_target_layers",
     "target_hidden_size",
     "vocab_size",
 )
