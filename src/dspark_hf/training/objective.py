@@ -6,6 +6,7 @@ Shapes: B sequences, S positions, A anchors, G predicting slots (γ), n taps, D 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -230,7 +231,7 @@ class DSparkObjective(nn.Module):
         head = self.drafter.confidence_head
         if head is None:
             return slot_weights.new_zeros(()), torch.zeros_like(slot_weights)
-        markov = self.drafter.markov_head
+        markov: Any = self.drafter.markov_head
         logits = head(hidden, markov.embed(previous) if head.with_markov else None)
         losses = functional.binary_cross_entropy_with_logits(logits, acceptance, reduction="none")
         return (slot_weights * losses).sum(), (torch.sigmoid(logits) - acceptance).abs()

@@ -55,7 +55,10 @@ class DSparkTrainer(Trainer):
         # The collated batch holds what the objective needs; the host would drop it all.
         args.remove_unused_columns = False
         args.label_names = ["loss_mask"]
-        drafter.bind(target) if drafter.embed_tokens is None or drafter.lm_head is None else None
+        drafter.bind(
+            input_embeddings=None if drafter.embed_tokens else target.get_input_embeddings(),
+            output_embeddings=None if drafter.lm_head else target.get_output_embeddings(),
+        )
         for module in (drafter.embed_tokens, drafter.lm_head):
             if module is not None:
                 module.requires_grad_(False)
@@ -146,7 +149,7 @@ class DSparkTrainer(Trainer):
             / sums.weight.clamp(min=1e-6)
         )
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(
+        self.control: Any = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
@@ -169,7 +172,6 @@ class DSparkTrainer(Trainer):
                 if name.startswith(prefix)
             }
         self.drafter.save_pretrained(folder, state_dict=state_dict)
-        torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         stored = type(self.drafter).from_pretrained(resume_from_checkpoint, dtype=torch.float32)

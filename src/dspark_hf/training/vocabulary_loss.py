@@ -146,7 +146,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight = head.weight.to(dtype)
         w2 = None if markov_w2 is None else markov_w2.to(dtype)
         wants_gradient = any(ctx.needs_input_grad[:3])
-        grads = [
+        grads: list[Any] = [
             torch.zeros_like(x, dtype=torch.float32) if wants_gradient and x is not None else None
             for x in (hidden, latents, markov_w2)
         ]
