@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
     from .configuration_eagle3 import Eagle3Config
     from .drafting import DraftBlock, DraftContext
+    from .exporting.export import export_drafter
     from .generation.candidate_generator import DSparkCandidateGenerator
     from .generation.outputs import DSparkDecoderOnlyOutput
     from .generation.statistics import RoundRecord, Statistics, collect_statistics
@@ -36,6 +37,7 @@ _NAMES = {
     "Statistics": "generation.statistics",
     "UnsupportedCheckpointError": "loading.detection",
     "collect_statistics": "generation.statistics",
+    "export_drafter": "exporting.export",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Statistics",
     "UnsupportedCheckpointError",
     "collect_statistics",
+    "export_drafter",
 ]
 
 

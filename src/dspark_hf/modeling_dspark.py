@@ -113,10 +113,11 @@ class DSparkDrafter(DrafterModel):
                 drafted path.
         """
         hidden = self._run_block(context, anchor_ids.to(self.device))
+        hidden, state = self._skip_anchor_slot(hidden, anchor_ids.to(self.device))
         base_logits = self._base_logits(context, hidden)
         path = anchor_ids[:, None] if input_ids is None else input_ids
         path = path.to(self.device)
-        previous, state = anchor_ids.to(self.device), None
+        previous = anchor_ids.to(self.device)
         tokens, logits, embedded = [], [], []
         for k in range(self.config.block_size):
             scores = base_logits[:, k]
@@ -156,7 +157,7 @@ class DSparkDrafter(DrafterModel):
         return self.draft(context, anchor_ids, **kwargs)
 
     def _run_block(self, context: DraftContext, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """Backbone over `[anchor, mask, …]`: hidden states `(R, γ, H)` of the predicting slots."""
+        """Backbone over `[anchor, mask, …]`: hidden states `(R, W, H)`."""
         block = anchor_ids.new_full(
             (anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id
         )
@@ -166,8 +167,21 @@ class DSparkDrafter(DrafterModel):
         for i, layer in enumerate(self.layers):
             mask = self._block_mask(i, context, hidden)
             hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
-        hidden = self.norm(hidden)
-        return hidden if self.config.anchor_predicts else hidden[:, 1:]
+        return self.norm(hidden)
+
+    def _skip_anchor_slot(
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Hidden states `(R, γ, H)` of the predicting slots, and the state that a recurrent Markov
+        head has in front of them: in an infill block it has read the anchor's slot.
+        """
+        if self.config.anchor_predicts:
+            return hidden, None
+        state = None
+        if self.config.markov_head_type == "rnn":
+            _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
+        return hidden[:, 1:], state
 
     def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         if not (self.config.unscaled_input_embeddings and hasattr(embeddings, "embed_scale")):

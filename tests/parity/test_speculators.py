@@ -37,6 +37,20 @@ def lend(drafter, record):
     return drafter.bind(input_embeddings=embedding, output_embeddings=head)
 
 
+def greedy_walk(drafter, record, i):
+    """Tokens of the i-th block, from what the package gave before its Markov bias."""
+    previous = record["input_ids"][:, record["anchors"][i]]
+    hidden, base = record["hidden"][i : i + 1], record["base_logits"][i : i + 1]
+    ids = drafter.draft_to_target if drafter.config.draft_vocab_size else torch.arange(61)
+    tokens, state = [], None
+    for k in range(hidden.shape[1]):
+        bias, state = drafter.markov_head.step(previous, hidden[:, k], state)
+        if k or drafter.config.anchor_predicts:
+            previous = ids[(base[:, k] + bias).argmax(-1)]
+            tokens.append(previous)
+    return torch.cat(tokens)
+
+
 def largest_difference(drafter, record):
     """Over both anchors: hidden states, base logits, logits behind true tokens, confidences."""
     worst = 0.0
@@ -51,8 +65,9 @@ def largest_difference(drafter, record):
         ]
         if drafter.markov_head is not None:
             previous = record["previous_ids"][i, slots]
-            bias = drafter.markov_head.block(previous[None], block.hidden_states)[0]
-            pairs.append((block.base_logits[0] + bias, record["logits"][i, slots]))
+            bias = drafter.markov_head.block(record["previous_ids"][i], record["hidden"][i])
+            pairs.append((block.base_logits[0] + bias[slots], record["logits"][i, slots]))
+            assert torch.equal(block.tokens[0], greedy_walk(drafter, record, i))
         if drafter.confidence_head is not None:
             embedded = drafter.markov_head.embed(previous[None])
             confidence = drafter.confidence_head(block.hidden_states, embedded)[0]
