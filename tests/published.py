@@ -28,7 +28,10 @@ RESIDUE = {
 
 
 def make_block_drafter(
-    windows: tuple[int | None, ...] = (None, None), seed: int = 1, theta: float = 5e5, **options: Any
+    windows: tuple[int | None, ...] = (None, None),
+    seed: int = 1,
+    theta: float = 5e5,
+    **options: Any,
 ) -> DSparkDrafter:
     """A drafter of two layers, with sliding windows, causal layers and so on as asked for."""
     later = {

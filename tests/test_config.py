@@ -171,7 +171,8 @@ GEMMA4_12B = {
 def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_head):
     """B075, B147: tensor count and element totals of the released drafters, on the meta device."""
     stored = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
-    config = read_dialect(published(name, **sizes), DEEPSPEC, "published", dict.fromkeys(stored)).config
+    tensors = dict.fromkeys(stored)
+    config = read_dialect(published(name, **sizes), DEEPSPEC, "published", tensors).config
     with torch.device("meta"):
         state = DSparkDrafter(config).state_dict()
     assert len(state) == tensors

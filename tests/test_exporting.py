@@ -65,9 +65,7 @@ def test_deepspec_round_trip(tmp_path, name):
     """The published files again: same tensors, same keys with the same values, same facts."""
     drafter = DSparkDrafter.from_pretrained(GOLDEN / name)
     export_drafter(drafter, tmp_path, "deepspec", target_name=NAME)
-    published, written = (
-        read_json(folder / "config.json") for folder in (GOLDEN / name, tmp_path)
-    )
+    published, written = (read_json(folder / "config.json") for folder in (GOLDEN / name, tmp_path))
     stored, expected = (
         load_file(folder / "model.safetensors") for folder in (tmp_path, GOLDEN / name)
     )
@@ -77,8 +75,11 @@ def test_deepspec_round_trip(tmp_path, name):
     assert (facts["dialect"], facts["warnings"]) == ("deepspec", [])
     again = DSparkDrafter.from_pretrained(tmp_path)
     assert facts_of(again.config) == facts_of(drafter.config)
-    read = {key: published[key] for key in describe(str(GOLDEN / name))["origins"].values()
-            if key in published}
+    read = {
+        key: published[key]
+        for key in describe(str(GOLDEN / name))["origins"].values()
+        if key in published
+    }
     assert {key: written.get(key) for key in read} == read
 
 
@@ -190,7 +191,7 @@ def test_a_reduced_vocabulary_in_any_order(tmp_path):
 def test_rows_of_a_lent_head(tmp_path):
     """Engines cannot find out which rows a reduced head has."""
     drafter = make_drafter(draft_vocab_size=40, stored=False)
-    with pytest.raises(ValueError, match="shares the target's head.*pass the target"):
+    with pytest.raises(ValueError, match=r"shares the target's head.*pass the target"):
         export_drafter(drafter, tmp_path, "speculators", target_name=NAME)
     assert not list(tmp_path.iterdir())
     export_drafter(drafter, tmp_path, "speculators", target=make_target(), target_name=NAME)
@@ -231,14 +232,14 @@ def test_a_confidence_head_without_bias(tmp_path):
 def test_what_cannot_be_said_is_refused(tmp_path, layout, options, message):
     """Nothing is dropped: the reason is named and no file is left."""
     drafter = make_block_drafter(**options)
-    with pytest.raises(ValueError, match=f"cannot be written in the {layout}.*{message}"):
+    with pytest.raises(ValueError, match=f"(?i)cannot be written in the {layout}.*{message}"):
         export_drafter(drafter, tmp_path / "out", layout, target_name=NAME)
     assert not (tmp_path / "out").exists()
 
 
 def test_gemma_and_nameless_targets_as_speculators(tmp_path):
     drafter = DSparkDrafter.from_pretrained(GOLDEN / GEMMA4)
-    with pytest.raises(ValueError, match="gemma4_text layers.*no name of its target"):
+    with pytest.raises(ValueError, match=r"gemma4_text layers.*no name of its target"):
         export_drafter(drafter, tmp_path / "out", "speculators")
 
 

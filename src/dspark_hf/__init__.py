@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .loading.detection import UnsupportedCheckpointError
     from .modeling_dspark import DSparkDrafter
     from .modeling_eagle3 import Eagle3Drafter
+    from .probing import probe_layout
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _NAMES = {
     "UnsupportedCheckpointError": "loading.detection",
     "collect_statistics": "generation.statistics",
     "export_drafter": "exporting.export",
+    "probe_layout": "probing",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "UnsupportedCheckpointError",
     "collect_statistics",
     "export_drafter",
+    "probe_layout",
 ]
 
 

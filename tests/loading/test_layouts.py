@@ -231,18 +231,21 @@ def test_a_layout_is_read_without_rest_and_drafts_the_same(tmp_path, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_saves_as_ours_and_comes_back(tmp_path, name):
     """One layout is written, whatever was read: renames and reordering are not undone."""
-    folder, source = LAYOUTS[name][1](tmp_path / "published")
+    folder, _ = LAYOUTS[name][1](tmp_path / "published")
     loaded = DSparkDrafter.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "own")
     names = set(load_file(tmp_path / "own" / "model.safetensors"))
     assert names == set(loaded.state_dict())
     again = DSparkDrafter.from_pretrained(tmp_path / "own")
     assert read_json(tmp_path / "own" / "config.json")["model_type"] == "dspark"
-    assert again.config.to_dict().items() >= {
-        key: value
-        for key, value in loaded.config.to_dict().items()
-        if key not in ("_name_or_path", "backbone_config")
-    }.items()
+    assert (
+        again.config.to_dict().items()
+        >= {
+            key: value
+            for key, value in loaded.config.to_dict().items()
+            if key not in ("_name_or_path", "backbone_config")
+        }.items()
+    )
     assert torch.equal(run(again).logits, run(loaded).logits)
 
 
@@ -292,9 +295,7 @@ def test_shifted_labels_make_a_dflash_drafter_anchor_first(tmp_path):
     edit_config(folder, dflash_config={**section, "shift_label": True})
     config = DSparkDrafter.from_pretrained(folder).config
     assert (config.anchor_predicts, config.block_size) == (True, 5)
-    edit_config(
-        folder, dflash_config={**section, "shift_label": True, "sample_from_anchor": False}
-    )
+    edit_config(folder, dflash_config={**section, "shift_label": True, "sample_from_anchor": False})
     with pytest.raises(ValueError, match="shift_label=True and sample_from_anchor=False"):
         DSparkDrafter.from_pretrained(folder)
 
@@ -308,7 +309,7 @@ def test_a_fork_whose_layout_cannot_be_told_needs_it_given(tmp_path, why):
         edit_config(folder, enable_confidence_head=False)
     else:
         edit_config(folder, training_block_size=8)
-    with no_weights_loaded(), pytest.raises(ValueError, match="whether the anchor slot.*probe"):
+    with no_weights_loaded(), pytest.raises(ValueError, match=r"whether the anchor slot.*probe"):
         DSparkDrafter.from_pretrained(folder)
     config = DSparkDrafter.from_pretrained(folder, block_layout="infill").config
     assert (config.anchor_predicts, config.block_size) == (False, 3)
@@ -330,7 +331,10 @@ def test_a_fork_whose_layout_cannot_be_told_needs_it_given(tmp_path, why):
         ({"head_dim": ...}, "lacks head_dim"),
         ({"dflash_config": [1]}, r"dflash_config = \[1\], expected an object"),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}},
+            "rope_type is 'dynamic'",
+        ),
         ({"draft_vocab_size": 40}, "draft_vocab_size is 40 and vocab_size 97, but .* no d2t"),
         ({"log_snr_conditioning": True}, "Bonsai"),
     ],
@@ -410,7 +414,10 @@ def test_interleaved_pairs_give_the_attention_they_were_trained_with():
 
     def turn_pairs(x):
         even, odd = x[:, 0::2], x[:, 1::2]
-        turned = (even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin())
+        turned = (
+            even * angles.cos() - odd * angles.sin(),
+            odd * angles.cos() + even * angles.sin(),
+        )
         return torch.stack(turned, dim=-1).flatten(1)
 
     def turn_halves(x):

@@ -198,7 +198,9 @@ REQUIRED = (
 def test_a_missing_key_of_a_published_config(tmp_path, key, value):
     """B069, B083: named, and never filled with a default."""
     folder = copy_checkpoint(tmp_path, **{key: value})
-    refuse(folder, rf"config\.json lacks {key}( or \S+)?\. .*not guessed; take them from the original")
+    refuse(
+        folder, rf"config\.json lacks {key}( or \S+)?\. .*not guessed; take them from the original"
+    )
 
 
 @pytest.mark.parametrize(
@@ -460,7 +462,7 @@ def test_another_layout_is_refused_by_name(tmp_path, layout):
     (folder / "model.safetensors").unlink()
     text = refuse(folder, name, UnsupportedCheckpointError)
     assert str(folder) in text
-    assert "This version reads its own layout, DeepSpec DSpark and DFlash, speculators" in text
+    assert "This version reads its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators" in text
 
 
 @pytest.mark.parametrize("tensor", ["mtp.0.fc.weight", "mtp_dspark.fc.weight"])

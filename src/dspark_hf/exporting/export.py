@@ -111,9 +111,7 @@ def _write(
     tensors = layout_tensors(drafter, layout, target)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    save_torch_state_dict(
-        tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"}
-    )
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
     # Calibration and thresholds travel with the drafter; a file without any would say nothing.
     defaults = vars(drafter.generation_config)
     if any(key.startswith("dspark_") and defaults[key] is not None for key in defaults):

@@ -123,7 +123,8 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
     kinds = list(getattr(body, "layer_types", None) or [])
     sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
     obstacles = {
-        f"{body.model_type} layers (speculators draft layers are qwen3)": body.model_type != "qwen3",
+        f"{body.model_type} layers (speculators draft layers are qwen3)": body.model_type
+        != "qwen3",
         "causal layers that are not exactly its sliding layers": (
             config.causal_layers not in ([], sliding)
         ),
@@ -156,7 +157,7 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
         "dtype": _dtype(drafter),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.anchor_predicts,
-        "sliding_window_non_causal": not config.causal_layers,
+        "sliding_window_non_causal": bool(sliding) and not config.causal_layers,
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -186,9 +187,7 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
     return raw
 
 
-def layout_tensors(
-    drafter: DSparkDrafter, layout: str, target: Target
-) -> dict[str, torch.Tensor]:
+def layout_tensors(drafter: DSparkDrafter, layout: str, target: Target) -> dict[str, torch.Tensor]:
     """
     Tensors under the names of a layout, on the CPU.
 
@@ -248,6 +247,14 @@ def _refuse(obstacles: dict[str, bool], layout: str) -> None:
 def _layers(body: PreTrainedConfig) -> dict[str, Any]:
     """The draft layers' config without what the host adds to every config."""
     raw = {key: value for key, value in body.to_dict().items() if key not in _NOT_LAYERS}
+    # The host keeps Gemma 4's full-attention sizes by layer; published files name them.
+    by_layer = raw.pop("per_layer_config", None) or {}
+    if body.model_type == "gemma4_text":
+        own = next(iter(by_layer.values()), {})
+        raw["global_head_dim"] = own.get("head_dim", raw.get("head_dim"))
+        raw["num_global_key_value_heads"] = own.get(
+            "num_key_value_heads", raw.get("num_key_value_heads")
+        )
     return {**raw, "model_type": body.model_type}
 
 

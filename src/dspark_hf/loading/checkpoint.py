@@ -101,9 +101,7 @@ def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> Non
     )
 
 
-def check_tensors(
-    cls: Any, reading: Reading, stored: dict[str, TensorInfo], source: str
-) -> None:
+def check_tensors(cls: Any, reading: Reading, stored: dict[str, TensorInfo], source: str) -> None:
     """
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
     differences, under the names that the files have.

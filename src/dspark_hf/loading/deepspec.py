@@ -39,7 +39,12 @@ _GEMMA4_OPTIONAL = (
     "attention_dropout",
     "sliding_window",
 )
-_TRAINING_KEYS = ("num_anchors", "target_model_type", "target_text_model_type", "transformers_version")
+_TRAINING_KEYS = (
+    "num_anchors",
+    "target_model_type",
+    "target_text_model_type",
+    "transformers_version",
+)
 
 
 def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:

@@ -26,8 +26,8 @@ FORK = "fork"
 EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3)
 
 READ_LAYOUTS = (
-    "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark and DFlash, SpecForge DSpark, "
-    "ModelOpt DSpark, LiquidAI LFM2.5 DSpark, and z-lab DFlash with its relatives"
+    "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark and DFlash, "
+    "SpecForge DSpark, ModelOpt DSpark, LiquidAI LFM2.5 DSpark, and z-lab DFlash with its relatives"
 )
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}

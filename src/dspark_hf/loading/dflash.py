@@ -158,9 +158,7 @@ def _attention(reader: ConfigReader, body: dict[str, Any]) -> tuple[dict[str, An
     return body, causal
 
 
-def _read_heads(
-    reader: ConfigReader, hidden_size: int, renames: dict[str, str]
-) -> dict[str, Any]:
+def _read_heads(reader: ConfigReader, hidden_size: int, renames: dict[str, str]) -> dict[str, Any]:
     """
     The two heads. What config.json leaves out is taken from the tensors, which decide without
     doubt: which head types exist follows from their names, rank and inputs from their shapes.
@@ -211,5 +209,3 @@ def _refuse_last_layer(reader: ConfigReader, taps: Any, depth: Any) -> None:
             "this layout that is its normed or its raw output, depending on who trained it, and "
             "the two are not interchangeable. Use a drafter with other taps."
         )
-
-

@@ -43,7 +43,11 @@ def read_body(reader: ConfigReader) -> dict[str, Any]:
     fields |= {key: value for key, value in optional.items() if value is not None}
     fields["rope_parameters"] = read_rotary(reader)
     check_layer_types(reader, fields)
-    return {"model_type": "qwen3", "vocab_size": reader.require("vocab_size", "vocab_size"), **fields}
+    return {
+        "model_type": "qwen3",
+        "vocab_size": reader.require("vocab_size", "vocab_size"),
+        **fields,
+    }
 
 
 def read_rotary(reader: ConfigReader, prefix: str = "", default_theta: float | None = None) -> dict:
@@ -76,7 +80,9 @@ def read_rotary(reader: ConfigReader, prefix: str = "", default_theta: float | N
             "rope_scaling and at top level). It must be the value the drafter was trained with; "
             "add it."
         )
-    reader.origins["rope"] = next((name for name in names if reader._at(name) is not None), "= default")
+    reader.origins["rope"] = next(
+        (name for name in names if reader._at(name) is not None), "= default"
+    )
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
     if kind not in _STATIC_ROTARY:

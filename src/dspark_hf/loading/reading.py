@@ -14,6 +14,12 @@ BLOCK_LAYOUTS = (ANCHOR_FIRST, INFILL)
 _ABSENT = object()
 
 
+class UndecidedLayoutError(ValueError):
+    """
+    Nothing in the checkpoint says whether the anchor slot of a block predicts.
+    """
+
+
 @dataclass(frozen=True)
 class Reading:
     """
@@ -172,7 +178,7 @@ def block_layout(
         stated = override == ANCHOR_FIRST
         reader.by_rule("anchor_predicts", f"block_layout={override!r} given by the caller")
     if stated is None:
-        raise ValueError(
+        raise UndecidedLayoutError(
             f"{reader.source}: nothing in config.json says whether the anchor slot of a block "
             "predicts the first draft token. Ask the author, or find out with `dspark-hf probe`, "
             "and pass block_layout='anchor_first' or 'infill'."

@@ -109,7 +109,9 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
         )
     reader.ignore(*(f"{_BODY}.{key}" for key in (*_BODY_KEYS, "model_type", "vocab_size")))
     rope = read_rotary(reader, prefix=f"{_BODY}.", default_theta=_DEFAULT_THETA)
-    plain = {key: value for key, value in raw.items() if not key.startswith(("rope_", "model_type"))}
+    plain = {
+        key: value for key, value in raw.items() if not key.startswith(("rope_", "model_type"))
+    }
     complete = AutoConfig.for_model(model_type, **plain)
     fields = {key: getattr(complete, key, None) for key in (*_BODY_KEYS, "vocab_size")}
     fields = {key: value for key, value in fields.items() if value is not None}
