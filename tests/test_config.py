@@ -136,7 +136,8 @@ QWEN3_14B = {
     "num_target_layers": 40,
     "target_layer_ids": [1, 10, 19, 28, 37],
 }
-DFLASH_4B = {**QWEN3_4B, "markov_rank": 0, "enable_confidence_head": False}
+HEADLESS = {"markov_rank": 0, "enable_confidence_head": False}
+DFLASH_4B = {**QWEN3_4B, **HEADLESS}
 GEMMA4_12B = {
     "vocab_size": 262144,
     "hidden_size": 3840,
@@ -163,16 +164,21 @@ GEMMA4_12B = {
         (VANILLA, {**QWEN3_4B, "markov_head_type": "rnn"}, 66, 1_395_493_633, None),
         (VANILLA, QWEN3_8B, 64, 2_371_081_729, 1_126_422_017),
         (VANILLA, QWEN3_14B, 64, 3_416_263_169, 1_860_438_529),
-        (VANILLA, DFLASH_4B, 60, 1_315_339_520, None),
+        (VANILLA, DFLASH_4B, 60, 1_315_339_520, 537_427_200),
+        (VANILLA, {**QWEN3_8B, **HEADLESS}, 60, 2_293_286_144, 1_048_626_432),
+        (VANILLA, {**QWEN3_14B, **HEADLESS}, 60, 3_338_466_560, 1_782_641_920),
         (GEMMA4, GEMMA4_12B, 74, 3_430_444_550, 1_417_178_630),
+        (GEMMA4, {**GEMMA4_12B, **HEADLESS}, 70, 3_296_222_725, 1_282_956_805),
     ],
-    ids=["4B", "4B-gated", "4B-rnn", "8B", "14B", "4B-dflash", "gemma4-12B"],
+    ids=["4B", "4B-gated", "4B-rnn", "8B", "14B"]
+    + [f"{size}-dflash" for size in ("4B", "8B", "14B")]
+    + ["gemma4-12B", "gemma4-12B-dflash"],
 )
 def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_head):
     """B075, B147: tensor count and element totals of the released drafters, on the meta device."""
     stored = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
-    tensors = dict.fromkeys(stored)
-    config = read_dialect(published(name, **sizes), DEEPSPEC, "published", tensors).config
+    known = dict.fromkeys(stored)
+    config = read_dialect(published(name, **sizes), DEEPSPEC, "published", known).config
     with torch.device("meta"):
         state = DSparkDrafter(config).state_dict()
     assert len(state) == tensors
