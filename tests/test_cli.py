@@ -286,9 +286,7 @@ def test_a_silent_checkpoint_is_probed_once_and_it_is_said(pair, tmp_path, caplo
     """A Markov head without a confidence head under a DFlash label may be either layout."""
     from test_layouts import deepspec
 
-    folder, _ = deepspec(
-        tmp_path, architectures=["DFlashDraftModel"], enable_confidence_head=False
-    )
+    folder, _ = deepspec(tmp_path, architectures=["DFlashDraftModel"], enable_confidence_head=False)
     from checkpoints import edit_tensors
 
     edit_tensors(folder, drop=("confidence_head.proj.weight", "confidence_head.proj.bias"))

@@ -391,7 +391,9 @@ def test_an_export_is_uploaded_and_loaded_by_id(hub, tmp_path, layout):
     assert 'from_pretrained("somebody/exported"' in card
     loaded = DSparkDrafter.from_pretrained("somebody/exported")
     assert same_weights(loaded, drafter)
-    tokens = {h.get("Authorization", h.get("authorization")) for m, _, h in hub.requests if m == "POST"}
+    tokens = {
+        h.get("Authorization", h.get("authorization")) for m, _, h in hub.requests if m == "POST"
+    }
     assert tokens == {f"Bearer {TOKEN}"}
 
 
@@ -399,6 +401,10 @@ def test_an_upload_that_is_refused_leaves_the_files(hub, tmp_path):
     """The export itself is complete."""
     with pytest.raises(OSError, match=r"401|Repository Not Found|Unauthorized"):
         export_drafter(
-            make_drafter(), tmp_path / "local", "deepspec", repo_id="somebody/exported", token="hf_x"
+            make_drafter(),
+            tmp_path / "local",
+            "deepspec",
+            repo_id="somebody/exported",
+            token="hf_x",
         )
     DSparkDrafter.from_pretrained(tmp_path / "local")

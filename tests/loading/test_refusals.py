@@ -462,7 +462,9 @@ def test_another_layout_is_refused_by_name(tmp_path, layout):
     (folder / "model.safetensors").unlink()
     text = refuse(folder, name, UnsupportedCheckpointError)
     assert str(folder) in text
-    assert "This version reads its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators" in text
+    assert (
+        "This version reads its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators" in text
+    )
 
 
 @pytest.mark.parametrize("tensor", ["mtp.0.fc.weight", "mtp_dspark.fc.weight"])

@@ -36,7 +36,7 @@ _GEMMA4_MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
 
 _EAGLE3 = "an EAGLE-3 drafter"
 _EAGLE3_INSTEAD = "EAGLE-3 drafters of this layout are served by vLLM and SGLang"
-_HOST_MODELS = {"muse_glimmer_assistant"}
+_HOST_MODELS = ("muse_glimmer_assistant",)
 
 # Architectures of drafters, for the host's auto classes and for messages.
 DRAFTER_ARCHITECTURES = {
@@ -249,7 +249,7 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
 def _refused_speculators(kind: Any) -> tuple[str, str] | None:
     if kind in ("dspark", "dflash"):
         return None
-    name = _REFUSED_SPECULATORS.get(kind, "a drafter of an unknown algorithm")
+    name = _REFUSED_SPECULATORS.get(str(kind), "a drafter of an unknown algorithm")
     return (
         f"{name} in a speculators checkpoint (speculators_model_type {kind!r})",
         "serve it with vLLM",

@@ -132,7 +132,7 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _taps(reader: ConfigReader) -> list[int]:
-    """Ids of this container count hidden states: j is the output of layer j - 1, 0 the embedding."""
+    """Ids of this container count hidden states: j is the output of layer j - 1."""
     ids = reader.require("target_layer_ids", "aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(
