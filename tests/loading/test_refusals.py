@@ -394,18 +394,6 @@ FOREIGN = {
         {"dspark_target_layer_ids": [40], "architectures": ["DeepseekV4ForCausalLM"]},
         "target with an embedded DSpark drafter",
     ),
-    "deepspec_eagle3": (
-        {"architectures": ["Qwen3Eagle3Model"]},
-        r"DeepSpec Eagle3 drafter \(Qwen3Eagle3Model\)",
-    ),
-    "deepspec_eagle3_gemma": (
-        {"architectures": ["Gemma4Eagle3Model"]},
-        r"DeepSpec Eagle3 drafter \(Gemma4Eagle3Model\)",
-    ),
-    "deepspec_eagle3_draft": (
-        {"architectures": ["Eagle3DraftModel"], "ttt_length": 7},
-        r"DeepSpec Eagle3 drafter \(Eagle3DraftModel\)",
-    ),
     "domino": (
         {
             "architectures": ["DFlashDraftModel"],

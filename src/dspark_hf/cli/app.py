@@ -36,6 +36,13 @@ class ExportLayout(StrEnum):
     dspark = "dspark"
 
 
+class SweepAxis(StrEnum):
+    """What the drafters of a sweep differ in."""
+
+    layers = "layers"
+    block_size = "block-size"
+
+
 Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
@@ -250,6 +257,69 @@ def bench(
     )
     console.print(bench_table(result))
     _write_json(json_path, result)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[str, typer.Argument(help="Target model: Hub id or folder.")],
+    drafters: Annotated[list[str], typer.Argument(help="Drafters: Hub ids or folders.")],
+    output: Annotated[Path, typer.Option(help="Folder for the results; continued if it exists.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with a JSONL file per set; default: the Hub.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Set to use, repeatable; default: all of the folder, or the paper's."),
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per set.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens per prompt.")] = 2048,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="0 is greedy; repeatable; default: 1.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="Confidence that cuts a block; 0 verifies all.")
+    ] = 0.0,
+    plain: Annotated[bool, typer.Option(help="Run plain decoding too, for the speed-up.")] = True,
+    seed: Annotated[int, typer.Option(help="The prompt's index is added to it.")] = 980406,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Measure accepted length, speed and calibration on prompt sets; tables, JSON and plots."""
+    from ..evaluation.running import EvaluationSettings
+    from .evaluating import run_evaluate
+
+    settings = EvaluationSettings(
+        temperatures=tuple(temperature or (1.0,)),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        confidence_threshold=threshold,
+        with_plain=plain,
+    )
+    run_evaluate(
+        console,
+        target,
+        drafters,
+        output=output,
+        data=data,
+        tasks=task or (),
+        max_prompts=max_prompts,
+        settings=settings,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def sweep(
+    results: Annotated[list[Path], typer.Argument(help="results.json files of evaluations.")],
+    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=_writable)],
+    by: Annotated[SweepAxis, typer.Option(help="What the drafters differ in.")] = SweepAxis.layers,
+    temperature: Annotated[float, typer.Option(min=0, help="Which results to show.")] = 1.0,
+) -> None:
+    """Plot the accepted length of several evaluations against draft depth or block length."""
+    from .evaluating import run_sweep
+
+    run_sweep(console, results, by.value, temperature, output)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..auto import drafter_class
+from ..evaluation.prompts import encode_prompt
 from ..loading.files import read_config
 from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError
 from ..modeling_dspark import DSparkDrafter
@@ -34,9 +35,11 @@ def layout_name(anchor_predicts: bool) -> str:
     return ANCHOR_FIRST if anchor_predicts else INFILL
 
 
-def settle_layout(pair: Any, source: str, prompt: str) -> None:
+def settle_layout(
+    target: Any, tokenizer: Any, drafter: DSparkDrafter, source: str, prompt: str
+) -> DSparkDrafter:
     """Probe a drafter whose checkpoint is silent, and read it as the probe found."""
-    result = _probe(pair, [prompt], max_new_tokens=64, num_anchors=48, console=None)
+    result = _probe(target, tokenizer, drafter, [prompt], 64, 48, console=None)
     layout = layout_name(result.best.anchor_predicts)
     logger.warning(
         "%s does not say how its blocks are laid out. Drafting along %d anchors of the target's "
@@ -47,10 +50,8 @@ def settle_layout(pair: Any, source: str, prompt: str) -> None:
         "" if result.decided else " (the lead is within chance)",
         layout,
     )
-    drafter = pair.drafter
-    pair.drafter = DSparkDrafter.from_pretrained(
-        source, dtype=drafter.dtype, block_layout=layout
-    ).to(drafter.device)
+    settled = DSparkDrafter.from_pretrained(source, dtype=drafter.dtype, block_layout=layout)
+    return settled.to(drafter.device)
 
 
 def run_probe(
@@ -71,7 +72,9 @@ def run_probe(
     pair = load_pair(target, drafter, dtype, threads, settle=False)
     if not isinstance(pair.drafter, DSparkDrafter):
         raise ValueError(f"{drafter} drafts token by token and has no block layout to probe.")
-    result = _probe(pair, texts, max_new_tokens, num_anchors, console)
+    result = _probe(
+        pair.target, pair.tokenizer, pair.drafter, texts, max_new_tokens, num_anchors, console
+    )
     console.print(_table(result))
     advice = f"block_layout={layout_name(result.best.anchor_predicts)!r}"
     if result.best == result.stated:
@@ -84,16 +87,20 @@ def run_probe(
 
 
 def _probe(
-    pair: Any, texts: list[str], max_new_tokens: int, num_anchors: int, console: Console | None
+    target: Any,
+    tokenizer: Any,
+    drafter: DSparkDrafter,
+    texts: list[str],
+    max_new_tokens: int,
+    num_anchors: int,
+    console: Console | None,
 ) -> ProbeResult:
     results = []
     for text in track(texts, "drafting", console=console, transient=True, disable=console is None):
-        inputs = pair.encode(text)
-        ids = pair.target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        inputs = encode_prompt(tokenizer, text, target.device)
+        ids = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         first = inputs["input_ids"].shape[1] - 1
-        results.append(
-            probe_layout(pair.target, pair.drafter, ids, max(first, 1), num_anchors // len(texts))
-        )
+        results.append(probe_layout(target, drafter, ids, max(first, 1), num_anchors // len(texts)))
     return combine(results)
 
 

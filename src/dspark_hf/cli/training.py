@@ -34,10 +34,15 @@ def run_data(
         beginnings = [line for line in starters.read_text(encoding="utf-8").splitlines() if line]
         # A line is one starter; line breaks inside it are written as \n.
         beginnings = [line.replace("\\n", "\n") for line in beginnings]
+    if not beginnings:
+        raise ValueError(f"{starters} holds no starter.")
+    total = invent
     for path in prompts:
         # Every row is looked at before the target is loaded.
-        if not any(True for _ in read_prompts([path], skip_malformed, Console(quiet=True))):
+        found = sum(1 for _ in read_prompts([path], skip_malformed, Console(quiet=True)))
+        if not found:
             raise ValueError(f"{path} holds no prompt.")
+        total += found
     if threads:
         torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(plan.target)
@@ -49,7 +54,7 @@ def run_data(
         read_prompts(prompts, skip_malformed, console),
         invented_prompts(target, tokenizer, invent, beginnings, batch_size, plan.seed),
     )
-    figures = collect(target, tokenizer, conversations, output, plan, batch_size, sources)
+    figures = collect(target, tokenizer, conversations, output, plan, batch_size, sources, total)
     table = Table("", "rows", "answer tokens", title=str(output), title_justify="left")
     for part in ("train", "validation"):
         table.add_row(part, f"{figures[part + '_rows']:,}", f"{figures[part + '_answer_tokens']:,}")

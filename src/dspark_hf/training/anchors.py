@@ -23,7 +23,8 @@ def sample_anchors(loss_mask: torch.Tensor, num_anchors: int) -> tuple[torch.Ten
         Anchor positions `(B, A)` in ascending order and `(B, A)` whether each is a real one; short
         sequences fill up with position 0. A is at most `num_anchors`.
     """
-    is_candidate = (loss_mask[:, :-1] & loss_mask[:, 1:]).cpu()
+    successor = torch.nn.functional.pad(loss_mask[:, 1:], (0, 1))
+    is_candidate = (loss_mask & successor).cpu()
     order = torch.rand(is_candidate.shape).masked_fill_(~is_candidate, -1.0)
     most = max(1, min(num_anchors, int(is_candidate.sum(dim=1).max())))
     scores, positions = order.topk(most, dim=1)

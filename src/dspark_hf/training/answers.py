@@ -85,6 +85,11 @@ def answer_batch(
 
     Rows leave the batch when they have finished, so a few long answers do not cost like many.
     """
+    if not all(prompts):
+        raise ValueError(
+            "A prompt has no tokens. Give it some text, or use a chat template that begins with a "
+            "token of its own."
+        )
     stops, device = stop_token_ids(target, tokenizer), target.device
     width = max(map(len, prompts))
     pad = next(iter(stops))

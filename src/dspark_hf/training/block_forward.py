@@ -74,7 +74,20 @@ def block_hidden_states(
     for layer in drafter.layers:
         window = getattr(layer.self_attn, "sliding_window", None)
         if window not in masks:
-            masks[window] = many_anchor_mask(anchors, is_kept, is_text, width, window)
+            mask = many_anchor_mask(anchors, is_kept, is_text, width, window)
+            masks[window] = _for_kernel(mask, config._attn_implementation, hidden.dtype)
         hidden = backbone.run_layer(layer, hidden, rotary, cache, masks[window])
     hidden = drafter.norm(hidden).view(num_rows, num_anchors, width, -1)
     return hidden if config.anchor_predicts else hidden[:, :, 1:]
+
+
+def _for_kernel(mask: torch.Tensor, kernel: str | None, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as an attention kernel of the host reads it: eager adds what it is given."""
+    if kernel == "eager":
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    if kernel not in (None, "sdpa"):
+        raise ValueError(
+            f"The drafter's attention is {kernel!r}, which cannot keep the blocks of many anchors "
+            'apart. Train with attn_implementation="sdpa" (or "eager"); any kernel can draft.'
+        )
+    return mask

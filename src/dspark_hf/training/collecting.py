@@ -8,6 +8,7 @@ the interrupted one.
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .answers import SamplingOptions, converse, invent_prompts
-from .data import MalformedRow, messages_of, read_rows
+from .data import MalformedRow, messages_of, parse_row, read_lines, usable_rows
 
 FILES = ("train.jsonl", "validation.jsonl")
 PROVENANCE = "provenance.json"
@@ -60,18 +61,19 @@ def read_prompts(
     Raises:
         [`MalformedRow`]: a row that cannot be used, unless they are to be skipped; each is named.
     """
+
+    def skip(error: MalformedRow) -> None:
+        console.print(f"skipped {error}", style="yellow", markup=False)
+
     for path in paths:
-        rows = read_rows(path)
-        while True:
-            try:
-                where, row = next(rows)
-                yield messages_of(row, where)
-            except StopIteration:
-                break
-            except MalformedRow as error:
-                if not skip_malformed:
-                    raise
-                console.print(f"[yellow]skipped[/] {error}")
+        yield from usable_rows(path, _conversation, skip if skip_malformed else None)
+
+
+def _conversation(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    messages = messages_of(row, where)
+    if not any(message["role"] == "user" for message in messages):
+        raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
+    return messages
 
 
 def invented_prompts(
@@ -133,19 +135,24 @@ def collect(
     """
     folder.mkdir(parents=True, exist_ok=True)
     _check_plan(folder, plan, tokenizer, sources)
-    done = {row["key"] for name in FILES for _, row in _existing(folder / name)}
+    for name in FILES:
+        (folder / name).touch()
+    done = {row["key"] for name in FILES for row in _existing(folder / name)}
     template = {} if plan.thinking is None else {"enable_thinking": plan.thinking}
     bar = tqdm(total=total, desc="prompts", unit="prompt")
-    for number, batch in enumerate(_batches(conversations, batch_size)):
+    for number, batch in enumerate(_batches(_different(conversations), batch_size)):
         for temperature in plan.temperatures:
-            keyed = {_key(turns, temperature): turns for turns in batch}
-            todo = {key: turns for key, turns in keyed.items() if key not in done}
-            if not todo:
+            keys = [_key(turns, temperature) for turns in batch]
+            if done.issuperset(keys):
                 continue
+            # The whole batch, also where a part of it is there: other companions would draw other
+            # answers, and a resumed folder would differ from an uninterrupted one.
             torch.manual_seed(plan.seed + number)
             options = SamplingOptions(temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
-            rows = converse(target, tokenizer, list(todo.values()), options, **template)
-            for key, turns, row in zip(todo, todo.values(), rows, strict=True):
+            rows = converse(target, tokenizer, batch, options, **template)
+            for key, turns, row in zip(keys, batch, rows, strict=True):
+                if key in done:
+                    continue
                 name = FILES[_is_validation(turns, plan.validation_share)]
                 line = json.dumps({"key": key, **row, "temperature": temperature})
                 with (folder / name).open("a", encoding="utf-8") as file:
@@ -159,7 +166,7 @@ def count(folder: Path) -> dict[str, int]:
     """Rows and answer tokens of a data folder, by file."""
     figures = {}
     for name in FILES:
-        rows = [row for _, row in _existing(folder / name)]
+        rows = list(_existing(folder / name))
         stem = name.removesuffix(".jsonl")
         figures[f"{stem}_rows"] = len(rows)
         figures[f"{stem}_answer_tokens"] = sum(
@@ -168,10 +175,10 @@ def count(folder: Path) -> dict[str, int]:
     return figures
 
 
-def _existing(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if path.exists():
-        _drop_torn_line(path)
-        yield from read_rows(path)
+def _existing(path: Path) -> Iterator[dict[str, Any]]:
+    _drop_torn_line(path)
+    for where, line in read_lines(path):
+        yield parse_row(line, where)
 
 
 def _drop_torn_line(path: Path) -> None:
@@ -190,7 +197,10 @@ def _check_plan(
     facts["versions"] = {"transformers": transformers.__version__, "torch": torch.__version__}
     path = folder / PROVENANCE
     if not path.exists():
-        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        # Complete or not there: rows whose origin cannot be read are of no use.
+        temporary = path.with_suffix(".partial")
+        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
         return
     found = json.loads(path.read_text(encoding="utf-8"))
     different = [name for name in facts if name != "versions" and found.get(name) != facts[name]]
@@ -213,6 +223,16 @@ def _is_validation(turns: list[dict[str, str]], share: float) -> bool:
 
 def _questions(turns: list[dict[str, str]]) -> str:
     return json.dumps([(m["role"], m["content"]) for m in turns if m["role"] != "assistant"])
+
+
+def _different(conversations: Iterator[list[dict[str, str]]]) -> Iterator[list[dict[str, str]]]:
+    """Without repetitions. By the prompts alone, so that a resumed run forms the same batches."""
+    seen = set[str]()
+    for turns in conversations:
+        questions = _questions(turns)
+        if questions not in seen:
+            seen.add(questions)
+            yield turns
 
 
 def _batches(conversations: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -8,15 +8,19 @@ whole.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # ShareGPT's names of the roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -72,31 +76,60 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
     """
-    The rows of a JSONL file, each with `file:line` for messages.
+    The lines of a JSONL file that are not empty, each with `file:line` for messages.
 
     Raises:
-        [`MalformedRow`]: a line is not a JSON object.
         `FileNotFoundError`: there is no such file.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; give a JSONL file of training rows.")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise MalformedRow(
-                    f"{where}: not JSON ({error.msg} at column {error.colno})."
-                ) from error
-            if not isinstance(row, dict):
-                raise MalformedRow(f"{where}: expected a JSON object, found {type(row).__name__}.")
-            yield where, row
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """A line as an object. Raises [`MalformedRow`] if it is none."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise MalformedRow(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
+    except UnicodeDecodeError as error:
+        raise MalformedRow(f"{where}: not UTF-8 (byte {error.start}).") from error
+    if not isinstance(row, dict):
+        raise MalformedRow(f"{where}: expected a JSON object, found {type(row).__name__}.")
+    return row
+
+
+def usable_rows(
+    path: str | Path,
+    make: Callable[[dict[str, Any], str], T],
+    on_malformed: Callable[[MalformedRow], None] | None = None,
+) -> Iterator[T]:
+    """
+    What `make` makes of the rows of a JSONL file, given a row and its `file:line`.
+
+    Args:
+        on_malformed (`Callable`, *optional*):
+            Told of rows that cannot be used, which are left out then; by default they are fatal.
+
+    Raises:
+        [`MalformedRow`]: see `on_malformed`.
+        `FileNotFoundError`: there is no such file.
+    """
+    for where, line in read_lines(path):
+        try:
+            made = make(parse_row(line, where), where)
+        except MalformedRow as error:
+            if on_malformed is None:
+                raise
+            on_malformed(error)
+        else:
+            yield made
 
 
 def messages_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
@@ -106,12 +139,12 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     Raises:
         [`MalformedRow`]: no known field, an empty conversation, or a turn without text.
     """
-    if isinstance(row.get("prompt"), str):
-        turns: Any = [{"role": "user", "content": row["prompt"]}]
-    elif isinstance(row.get("turns"), list):
+    # Rows with the whole conversation often repeat its first message as `prompt`.
+    turns: Any = row.get("messages", row.get("conversations"))
+    if turns is None and isinstance(row.get("prompt"), str):
+        turns = [{"role": "user", "content": row["prompt"]}]
+    elif turns is None and isinstance(row.get("turns"), list):
         turns = [{"role": "user", "content": turn} for turn in row["turns"][:1]]
-    else:
-        turns = row.get("messages", row.get("conversations"))
     if not isinstance(turns, list) or not turns:
         raise MalformedRow(
             f"{where}: needs `messages`, `conversations`, `turns`, `prompt`, `text`, or "
@@ -169,9 +202,10 @@ def _prepared(
             "made with another tokenizer."
         )
     in_order = [0]
-    for span in spans if isinstance(spans, list) else []:
-        in_order += span if isinstance(span, list) else [-1]
-    if not isinstance(spans, list) or sorted(in_order) != in_order or in_order[-1] > len(ids):
+    for span in spans if isinstance(spans, list) else [None]:
+        is_pair = isinstance(span, list) and [type(x) for x in span] == [int, int]
+        in_order += span if is_pair else [-1]
+    if sorted(in_order) != in_order or in_order[-1] > len(ids):
         raise MalformedRow(
             f"{where}: `assistant_spans` must be [start, end] pairs in order within "
             f"{len(ids)} tokens, found {spans!r}."
@@ -186,7 +220,7 @@ def _rendered(
     options: dict[str, Any],
 ) -> tuple[list[int], list[tuple[int, int]]]:
     template = tokenizer.get_chat_template()
-    if "{% generation" in template or "{%- generation" in template:
+    if _GENERATION_MARK.search(template):
         rendered = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **options
         )
@@ -213,5 +247,13 @@ def _rendered(
                 f"{i + 1} differently depending on what follows, so the assistant's tokens cannot "
                 "be told apart. Use a template with marks, or prepared rows (`dspark-hf data`)."
             )
-        spans.append((len(before), len(until)))
+        spans.append((len(before), _answer_end(until, len(before), tokenizer.eos_token_id)))
     return full, spans
+
+
+def _answer_end(ids: list[int], start: int, stop_id: int | None) -> int:
+    """Behind the stop token: what templates put after it (a line break) the target never writes."""
+    end = len(ids)
+    if stop_id in ids[start:]:
+        end -= ids[::-1].index(stop_id)
+    return end

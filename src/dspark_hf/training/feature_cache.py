@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -44,9 +45,9 @@ class FeatureCache:
         self.folder = Path(folder)
         self.reader = reader
         self.dataset = dataset
-        config = reader.target.config
-        identity = f"{config._name_or_path} {reader.target.dtype} {reader.layer_ids}"
-        self._identity = f"{identity} {reader.with_normaliser} {config.architectures}"
+        target = reader.target
+        identity = f"{target.dtype} {reader.layer_ids} {reader.with_normaliser}"
+        self._identity = f"{identity} {_fingerprint(target)}"
 
     def fill(self, progress: Callable | None = tqdm) -> None:
         """
@@ -66,9 +67,16 @@ class FeatureCache:
                 if getattr(states, name) is not None
             }
             # Complete or not there: a file cut off by a full disk would be trained on.
-            temporary = self._file(index).with_suffix(".partial")
-            save_file(tensors, temporary)
-            os.replace(temporary, self._file(index))
+            temporary = self._file(index).with_suffix(f".{os.getpid()}.partial")
+            try:
+                save_file(tensors, temporary)
+                os.replace(temporary, self._file(index))
+            except (OSError, SafetensorError) as error:
+                temporary.unlink(missing_ok=True)
+                raise OSError(
+                    f"Writing target states to {self.folder} failed ({error}). Complete files are "
+                    "kept: free some space and start again, or leave feature_cache out."
+                ) from error
 
     def load(self, indices: torch.Tensor, device: torch.device) -> TargetStates:
         """States of a batch of examples, padded on the right with zeros."""
@@ -87,3 +95,12 @@ class FeatureCache:
         ids = self.dataset[index]["input_ids"]
         key = hashlib.sha256(f"{self._identity} {ids}".encode()).hexdigest()[:24]
         return self.folder / f"{key}.safetensors"
+
+
+@torch.no_grad()
+def _fingerprint(target: nn.Module) -> str:
+    """Tells targets apart that share a name: the first values of all of their weights."""
+    digest = hashlib.sha256()
+    for name, weight in target.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.flatten()[:16].tolist()}".encode())
+    return digest.hexdigest()

@@ -220,6 +220,13 @@ class DSparkObjective(nn.Module):
         loss = (result.loss + weights.confidence * confidence) / (total + 1e-6)
         return loss * self.num_processes, sums
 
+    def mean_loss(self, sums: ObjectiveSums) -> float:
+        """The loss of many batches together."""
+        weights = self.weights
+        total = weights.ce * sums.cross_entropy + weights.tv * sums.total_variation
+        total = total + weights.confidence * sums.confidence
+        return float(total / sums.weight.clamp(min=1e-6))
+
     def _confidence(
         self,
         hidden: torch.Tensor,

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from rich.console import Console
 from transformers import (
@@ -17,18 +20,24 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+
+import dspark_hf
 
 from ..modeling_dspark import DSparkDrafter
-from .build import build_drafter, frequent_tokens, warm_start
+from ..modeling_eagle3 import Eagle3Drafter
+from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
 from .collecting import FILES
-from .data import DraftDataset, MalformedRow, make_example, read_rows
+from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .objective import ObjectiveWeights
 from .target_states import TargetReader
-from .trainer import DSparkTrainer
+from .trainer import DSparkTrainer, last_complete_checkpoint
 
 RESULT = "training_result.json"
+# What the run in a folder is, written before its first step.
+STARTED_WITH = "training_config.json"
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 # DFlash (paper section 7): no heads, cross-entropy alone.
 _DFLASH_WEIGHTS = {"ce": 1.0, "tv": 0.0, "confidence": 0.0}
@@ -45,9 +54,9 @@ class RunConfig:
         data (`str`): folder of `dspark-hf data`, or one JSONL file (5 % is set aside).
         output (`str`): folder of checkpoints and of the finished drafter.
         drafter (`dict`):
-            Arguments of [`build_drafter`]; `mask_token_id` is needed. `draft_vocab_size` asks for
-            the most frequent tokens of the data.
-        family (`str`): `"dspark"` or `"dflash"`.
+            Arguments of [`build_drafter`] (`mask_token_id` is needed) or [`build_eagle3`].
+            `draft_vocab_size` asks for the most frequent tokens of the data.
+        family (`str`): `"dspark"`, `"dflash"` or `"eagle3"`.
         init_from (`str`, *optional*): drafter to start from.
         objective (`dict`): fields of [`ObjectiveWeights`].
         num_anchors (`int`): per example and step.
@@ -75,13 +84,22 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("family", ("dspark", "dflash")),
+            ("family", ("dspark", "dflash", "eagle3")),
             ("on_error", ("raise", "skip")),
             ("dtype", ("float32", "bfloat16", "float16")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}.")
-        if "mask_token_id" not in self.drafter:
+        for name in ("drafter", "objective", "trainer"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(
+                    f"{name} must hold keys and values, found {getattr(self, name)!r}."
+                )
+        _check_keys("objective", self.objective, ObjectiveWeights)
+        _check_keys("trainer", self.trainer, TrainingArguments)
+        # YAML reads 6e-4 as text; it wants 6.0e-4.
+        self.objective, self.trainer = map(_with_numbers, (self.objective, self.trainer))
+        if self.family != "eagle3" and "mask_token_id" not in self.drafter:
             raise ValueError(
                 "drafter.mask_token_id is missing. It fills the block, so take a token that text "
                 "never contains: one of the tokenizer's reserved ones."
@@ -92,7 +110,10 @@ class RunConfig:
         """
         Read a YAML file. Raises `ValueError` naming unknown or missing keys.
         """
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not YAML: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path}: expected keys and values, found {type(content).__name__}.")
         fields = dataclasses.fields(cls)
@@ -110,6 +131,19 @@ class RunConfig:
         return cls(**content)
 
 
+def _check_keys(name: str, found: dict[str, Any], known: type) -> None:
+    unknown = sorted(set(found) - {f.name for f in dataclasses.fields(known)})
+    if unknown:
+        raise ValueError(f"{name}: {known.__name__} has no {', '.join(map(str, unknown))}.")
+
+
+def _with_numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        for name, value in fields.items()
+    }
+
+
 def load_examples(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, block_size: int, console: Console
 ) -> tuple[DraftDataset, DraftDataset]:
@@ -121,25 +155,23 @@ def load_examples(
         [`MalformedRow`]: a row that cannot be used, unless `on_error` is `"skip"`.
         `ValueError`: nothing is left.
     """
+
+    def make(row: dict[str, Any], where: str) -> Example:
+        return make_example(row, where, tokenizer, config.max_length)
+
+    def skip(error: MalformedRow) -> None:
+        console.print(f"skipped {error}", style="yellow", markup=False)
+
     source = Path(config.data)
     paths = [source / name for name in FILES] if source.is_dir() else [source]
     parts = []
     for path in paths:
-        examples, short = [], 0
-        for where, row in read_rows(path):
-            try:
-                example = make_example(row, where, tokenizer, config.max_length)
-            except MalformedRow as error:
-                if config.on_error == "raise":
-                    raise
-                console.print(f"[yellow]skipped[/] {error}")
-                continue
-            if sum(example.loss_mask) > block_size:
-                examples.append(example)
-            else:
-                short += 1
-        if short:
-            console.print(f"{path}: {short} rows have no more than {block_size} answer tokens.")
+        rows = list(usable_rows(path, make, skip if config.on_error == "skip" else None))
+        examples = [example for example in rows if sum(example.loss_mask) > block_size]
+        if short := len(rows) - len(examples):
+            console.print(
+                f"{path}: left out {short} rows with no more than {block_size} answer tokens."
+            )
         parts.append(examples)
     if len(parts) == 1:
         parts = [parts[0][len(parts[0]) // 20 :], parts[0][: len(parts[0]) // 20]]
@@ -150,18 +182,21 @@ def load_examples(
 
 def make_drafter(
     config: RunConfig, target: PreTrainedModel, train: DraftDataset, console: Console
-) -> DSparkDrafter:
+) -> DSparkDrafter | Eagle3Drafter:
     """The drafter of a run before its first step, in float32."""
     fields = dict(config.drafter)
     if config.family == "dflash":
         fields.update(_DFLASH_FIELDS)
     size = fields.pop("draft_vocab_size", None)
     if size is not None:
-        fields["draft_vocabulary"], share = frequent_tokens(train, size)
-        console.print(f"The {size} draftable tokens cover {share:.2%} of the answers.")
-    drafter = build_drafter(target, **fields).float()
+        fields["draft_vocabulary"], share = frequent_tokens(
+            train, size, target.config.get_text_config(decoder=True).vocab_size
+        )
+        console.print(f"The {size} draftable tokens cover {share:.2%} of the training answers.")
+    build = build_eagle3 if config.family == "eagle3" else build_drafter
+    drafter = build(target, **fields).float()
     if config.init_from is not None:
-        source = DSparkDrafter.from_pretrained(config.init_from, dtype=torch.float32)
+        source = type(drafter).from_pretrained(config.init_from, dtype=torch.float32)
         fresh = warm_start(drafter, source)
         console.print(f"Started from {config.init_from}; new: {', '.join(fresh) or 'nothing'}.")
     return drafter
@@ -188,6 +223,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
             **config.trainer,
         }
     )
+    _remember(config)
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=getattr(torch, config.dtype))
     target.to(arguments.device)
@@ -195,7 +231,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     train, validation = load_examples(config, tokenizer, block_size, console)
     torch.manual_seed(arguments.seed)
     drafter = make_drafter(config, target, train, console).to(arguments.device)
-    caches = _caches(config, target, drafter, (train, validation), console, assume_yes)
+    caches = _caches(config, arguments, target, drafter, (train, validation), console, assume_yes)
     weights = _DFLASH_WEIGHTS if config.family == "dflash" else {}
     trainer = DSparkTrainer(
         drafter,
@@ -207,7 +243,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
         config.num_anchors,
         caches,
     )
-    last = get_last_checkpoint(config.output) if Path(config.output).is_dir() else None
+    last = last_complete_checkpoint(config.output)
     if last:
         console.print(f"Going on from {last}.")
     started = time.perf_counter()
@@ -216,6 +252,12 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     metrics = trainer.evaluate() if len(validation) else {}
     result = {
         "config": dataclasses.asdict(config),
+        "versions": {
+            "dspark_hf": dspark_hf.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+        "processes": arguments.world_size,
         "examples": len(train),
         "answer_tokens": sum(sum(example.loss_mask) for example in train.examples),
         "steps": trainer.state.global_step,
@@ -230,10 +272,34 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     return result
 
 
+def _remember(config: RunConfig) -> None:
+    """
+    Note what the run in a folder is, so that another one does not go on from its checkpoints. The
+    host compares its own arguments when it resumes.
+    """
+    facts = {k: v for k, v in dataclasses.asdict(config).items() if k != "trainer"}
+    path = Path(config.output) / STARTED_WITH
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        different = [name for name in facts if found.get(name) != facts[name]]
+        if different:
+            raise ValueError(
+                f"{config.output} holds a run with other settings: "
+                + "; ".join(f"{n} {found.get(n)!r} there, {facts[n]!r} now" for n in different)
+                + ". Use those settings to go on, or another output."
+            )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.partial")
+    temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def _caches(
     config: RunConfig,
+    arguments: TrainingArguments,
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: DSparkDrafter | Eagle3Drafter,
     datasets: tuple[DraftDataset, DraftDataset],
     console: Console,
     assume_yes: bool,
@@ -248,11 +314,14 @@ def _caches(
         f"{config.feature_cache} will hold the target's states of {tokens:,} tokens, "
         f"{size / 1e9:,.2f} GB."
     )
-    if not assume_yes and not console.input("Write them? [y/N] ").strip().lower().startswith("y"):
+    asks = arguments.process_index == 0 and not assume_yes
+    if asks and not console.input("Write them? [y/N] ").strip().lower().startswith("y"):
         raise ValueError(
             "Not confirmed. Without feature_cache the states are computed as they are needed."
         )
     train, validation = (FeatureCache(config.feature_cache, reader, data) for data in datasets)
-    train.fill()
-    validation.fill()
+    # One process writes what the others read.
+    with arguments.main_process_first():
+        train.fill()
+        validation.fill()
     return train, validation

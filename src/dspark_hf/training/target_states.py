@@ -79,6 +79,15 @@ class TargetReader:
 
     @torch.no_grad()
     def _check_head(self) -> None:
+        name = type(self.target).__name__
+        weight = getattr(self.head, "weight", None)
+        bias = getattr(self.head, "bias", None)
+        if weight is None or not weight.is_floating_point() or bias is not None:
+            raise ValueError(
+                f"The output head of {name} ({type(self.head).__name__}) is not a plain weight "
+                "without bias, so a drafter cannot be trained on it here. Load the target with an "
+                "unquantised head."
+            )
         size = self.target.config.get_text_config(decoder=True).vocab_size
         device = self.target.get_input_embeddings().weight.device
         probe = torch.arange(_PROBE_POSITIONS, device=device)[None] % size
@@ -87,7 +96,7 @@ class TargetReader:
         difference = (self._logits(hidden).to(own.device) - own).abs().max().item()
         if difference > 0.02 * own.abs().max().item():
             raise ValueError(
-                f"The logits of {type(self.target).__name__} are not its output head applied to "
+                f"The logits of {name} are not its output head applied to "
                 f"its last hidden states (they differ by up to {difference:.3g}), so a drafter "
                 "cannot be trained on them here. Soft-capping, `logits_scaling` and `logit_scale` "
                 "of the config are understood; this target does something else."

@@ -1,14 +1,22 @@
 """`DSparkTrainer`: the host's `Trainer` around a frozen target and a drafter."""
 
+import copy
+import json
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
+from ..generation.checks import check_pairing
 from ..modeling_dspark import DSparkDrafter
+from ..modeling_eagle3 import Eagle3Drafter
 from .data import collate
+from .eagle3_module import Eagle3Objective
 from .feature_cache import FeatureCache
 from .objective import DSparkObjective, ObjectiveSums, ObjectiveWeights, TargetStates
 from .target_states import TargetReader
@@ -52,6 +60,13 @@ class DSparkTrainer(Trainer):
         chunk_rows: int = 1024,
         **kwargs: Any,
     ):
+        check_pairing(target, drafter)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} accelerators are visible to one process. Start one process for "
+                "each: `accelerate launch -m dspark_hf train config.yaml`; or show it one only."
+            )
+        args = copy.copy(args)
         # The collated batch holds what the objective needs; the host would drop it all.
         args.remove_unused_columns = False
         args.label_names = ["loss_mask"]
@@ -62,7 +77,11 @@ class DSparkTrainer(Trainer):
         for module in (drafter.embed_tokens, drafter.lm_head):
             if module is not None:
                 module.requires_grad_(False)
-        objective = DSparkObjective(drafter, weights, num_anchors, chunk_rows)
+        objective: DSparkObjective | Eagle3Objective
+        if isinstance(drafter, Eagle3Drafter):
+            objective = Eagle3Objective(drafter, chunk_rows=chunk_rows)
+        else:
+            objective = DSparkObjective(drafter, weights, num_anchors, chunk_rows)
         super().__init__(
             model=objective,
             args=args,
@@ -75,8 +94,8 @@ class DSparkTrainer(Trainer):
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
         self.feature_caches = feature_caches
-        objective.num_processes = self.accelerator.num_processes
-        if objective.num_processes > 1:
+        if isinstance(objective, DSparkObjective) and self.accelerator.num_processes > 1:
+            objective.num_processes = self.accelerator.num_processes
             objective.sum_over_processes = lambda x: self.accelerator.reduce(x, reduction="sum")
         self._sums: torch.Tensor | None = None
 
@@ -139,25 +158,13 @@ class DSparkTrainer(Trainer):
             raise ValueError("There are no evaluation examples: set aside some rows for it.")
         sums = ObjectiveSums.unflatten(self.accelerator.reduce(total, reduction="sum"))
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in sums.metrics().items()}
-        weights = self.drafter_objective.weights
-        metrics[f"{metric_key_prefix}_loss"] = float(
-            (
-                weights.ce * sums.cross_entropy
-                + weights.tv * sums.total_variation
-                + weights.confidence * sums.confidence
-            )
-            / sums.weight.clamp(min=1e-6)
-        )
+        objective = self.accelerator.unwrap_model(self.model)
+        metrics[f"{metric_key_prefix}_loss"] = objective.mean_loss(sums)
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
-
-    @property
-    def drafter_objective(self) -> DSparkObjective:
-        """The objective without the wrappers of distributed training."""
-        return self.accelerator.unwrap_model(self.model)
 
     # -- checkpoints
 
@@ -173,6 +180,39 @@ class DSparkTrainer(Trainer):
             }
         self.drafter.save_pretrained(folder, state_dict=state_dict)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            # PyTorch reports a full disk as a RuntimeError.
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"Writing {folder} failed ({error}). Nothing of it was left there and earlier "
+                "checkpoints are whole: free some space and start the run again, it goes on from "
+                "the last one."
+            ) from error
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         stored = type(self.drafter).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.drafter.load_state_dict(stored.state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def last_complete_checkpoint(folder: str | os.PathLike) -> str | None:
+    """
+    The newest checkpoint of a run that was written to its end; `None` if there is none.
+
+    The trainer's state is what the host writes last, so a run that was killed while it saved leaves
+    a checkpoint without it.
+    """
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
+    for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
