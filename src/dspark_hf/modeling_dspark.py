@@ -8,8 +8,10 @@ vocabulary, V_d draft vocabulary.
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from .backbones.block_mask import additive, block_mask
 from .configuration_dspark import DSparkConfig
 from .drafting import DraftBlock, DraftContext, probabilities, sample
 from .heads import ConfidenceHead, build_markov_head
@@ -31,6 +33,11 @@ class DSparkDrafter(DrafterModel):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
+        if config.needs_block_mask and "flash" in (config._attn_implementation or ""):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes no mask, and this "
+                "drafter's layers need one (causal blocks or a window for each slot). Use 'sdpa'."
+            )
         for name, module in self.backbone.build_layers(config.backbone_config).items():
             self.add_module(name, module)
         for layer in self.layers:
@@ -106,10 +113,11 @@ class DSparkDrafter(DrafterModel):
                 drafted path.
         """
         hidden = self._run_block(context, anchor_ids.to(self.device))
+        hidden, state = self._skip_anchor_slot(hidden, anchor_ids.to(self.device))
         base_logits = self._base_logits(context, hidden)
         path = anchor_ids[:, None] if input_ids is None else input_ids
         path = path.to(self.device)
-        previous, state = anchor_ids.to(self.device), None
+        previous = anchor_ids.to(self.device)
         tokens, logits, embedded = [], [], []
         for k in range(self.config.block_size):
             scores = base_logits[:, k]
@@ -149,14 +157,47 @@ class DSparkDrafter(DrafterModel):
         return self.draft(context, anchor_ids, **kwargs)
 
     def _run_block(self, context: DraftContext, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """Backbone over `[anchor, mask, …]`: hidden states `(R, γ, H)` of the predicting slots."""
+        """Backbone over `[anchor, mask, …]`: hidden states `(R, W, H)`."""
         block = anchor_ids.new_full(
             (anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id
         )
         block[:, 0] = anchor_ids
         hidden = self._embed(context.input_embeddings, block)
         rotary = self._rotary(hidden, context.position, block.shape[1])
-        for layer in self.layers:
-            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache)
-        hidden = self.norm(hidden)
-        return hidden if self.config.anchor_predicts else hidden[:, 1:]
+        for i, layer in enumerate(self.layers):
+            mask = self._block_mask(i, context, hidden)
+            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
+        return self.norm(hidden)
+
+    def _skip_anchor_slot(
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Hidden states `(R, γ, H)` of the predicting slots, and the state that a recurrent Markov
+        head has in front of them: in an infill block it has read the anchor's slot.
+        """
+        if self.config.anchor_predicts:
+            return hidden, None
+        state = None
+        if self.config.markov_head_type == "rnn":
+            _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
+        return hidden[:, 1:], state
+
+    def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+        if not (self.config.unscaled_input_embeddings and hasattr(embeddings, "embed_scale")):
+            return super()._embed(embeddings, token_ids)
+        rows = nn.functional.embedding(token_ids.to(embeddings.weight.device), embeddings.weight)
+        return rows.to(self.device, self.dtype)
+
+    def _block_mask(
+        self, layer: int, context: DraftContext, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the slots of a block may see in draft layer `layer`; `None` is everything."""
+        causal = layer in self.config.causal_layers
+        cache = context.cache.layers[layer]
+        per_slot = self.config.sliding_window_per_slot and cache.window is not None
+        if not causal and not per_slot:
+            return None
+        rows = cache.length if cache.window is None else min(cache.length, cache.window)
+        visible = block_mask(rows, hidden.shape[1], cache.window, causal, per_slot)
+        return additive(visible, hidden)

@@ -28,6 +28,14 @@ class Dtype(StrEnum):
     auto = "auto"
 
 
+class ExportLayout(StrEnum):
+    """Layouts that a drafter is written in."""
+
+    deepspec = "deepspec"
+    speculators = "speculators"
+    dspark = "dspark"
+
+
 class SweepAxis(StrEnum):
     """What the drafters of a sweep differ in."""
 
@@ -104,17 +112,89 @@ def generate(
 def inspect(
     source: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="anchor_first or infill, over what the checkpoint says."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
     from ..loading.description import describe
     from .tables import description_table
 
-    description = describe(source, **({"revision": revision} if revision else {}))
+    hub = {"revision": revision} if revision else {}
+    description = describe(source, block_layout=layout, **hub)
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:
         console.print(description_table(description))
+
+
+@app.command()
+def probe(
+    target: Target,
+    drafter: Drafter,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
+    max_new_tokens: NewTokens = 96,
+    num_anchors: Annotated[int, typer.Option(min=2, help="Anchors to draft behind.")] = 64,
+    dtype: DtypeOption = Dtype.auto,
+    threads: Threads = 0,
+    json_path: Json = None,
+) -> None:
+    """Find out how a drafter's blocks are laid out, by drafting along the target's own text."""
+    from .probing import run_probe
+
+    result = run_probe(
+        console,
+        target,
+        drafter,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        num_anchors=num_anchors,
+        dtype=dtype.value,
+        threads=threads,
+    )
+    _write_json(json_path, result)
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    layout: Annotated[
+        ExportLayout, typer.Option(help="deepspec: vLLM, SGLang. speculators: vLLM. dspark: ours.")
+    ] = ExportLayout.deepspec,
+    target_name: Annotated[
+        str | None, typer.Option(help="Where engines find the target: Hub id or folder.")
+    ] = None,
+    copy_from: Annotated[
+        str | None,
+        typer.Option(help="Target to copy embedding and head from; else engines lend theirs."),
+    ] = None,
+    result: Annotated[
+        Path | None, typer.Option(help="JSON of `evaluate` or `bench`, for the card.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
+    push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+) -> None:
+    """Write a drafter in a layout that other engines serve, with a model card."""
+    from .exporting import run_export
+
+    run_export(
+        console,
+        drafter,
+        folder,
+        layout.value,
+        target_name=target_name,
+        copy_from=copy_from,
+        result=result,
+        license=license,
+        push=push,
+        private=private,
+    )
 
 
 @app.command()
