@@ -45,7 +45,7 @@ def test_every_unrolled_step_equals_drafting_at_that_place(attention):
     drafter = make_eagle3(attn_implementation=attention)
     ids, features, _ = make_batch()
     with torch.no_grad():
-        hidden = unroll(drafter, drafter.embed_tokens, ids, features, STEPS)
+        hidden = unroll(drafter, drafter.new_context(2), ids, features, STEPS)
     assert hidden.shape == (2, LENGTH, STEPS, HIDDEN)
     for row in range(2):
         context = drafter.new_context(1)
@@ -68,8 +68,8 @@ def test_padding_on_the_right_changes_nothing_before_it():
     ids, features, _ = make_batch()
     padded = functional.pad(ids, (0, 3)), functional.pad(features, (0, 0, 0, 3), value=7.0)
     with torch.no_grad():
-        short = unroll(drafter, drafter.embed_tokens, ids, features, 1)
-        long = unroll(drafter, drafter.embed_tokens, *padded, 1)
+        short = unroll(drafter, drafter.new_context(2), ids, features, 1)
+        long = unroll(drafter, drafter.new_context(2), *padded, 1)
     torch.testing.assert_close(long[:, : LENGTH - 1], short[:, : LENGTH - 1])
 
 
@@ -93,7 +93,7 @@ def test_supervised_steps_by_hand():
 
 def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
     """Everything written out, row by row."""
-    hidden = unroll(drafter, drafter.embed_tokens, ids, features, steps)
+    hidden = unroll(drafter, drafter.new_context(len(ids)), ids, features, steps)
     token_ids = drafter.draft_to_target if drafter.config.draft_vocab_size else slice(None)
     cap = drafter.config.final_logit_softcapping
     loss = torch.zeros(())
