@@ -121,14 +121,19 @@ def test_sampling_is_shaped_by_the_temperature_alone(pair, tmp_path):
 def test_draws_are_seeded_by_prompt_and_leave_the_callers_generator_alone(pair, tmp_path):
     """The same seed gives the same texts, another one others."""
     drafters, settings = {"random": make_drafter(seed=4)}, EvaluationSettings((1.0,), 8)
+    twice = [PromptSet("gsm8k", ("buoy", "buoy"), "")]
     state = torch.get_rng_state()
-    run(pair, tmp_path / "a", drafters, settings, ONE)
+    run(pair, tmp_path / "a", drafters, settings, twice)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    run(pair, tmp_path / "b", drafters, settings, ONE)
+    run(pair, tmp_path / "b", drafters, settings, twice)
     run(pair, tmp_path / "c", drafters, EvaluationSettings((1.0,), 8, seed=1), ONE)
     first, again, other = ([row["tokens"] for row in lines(tmp_path / x)] for x in "abc")
-    assert first == again != other
+    assert first == again
+    plain, random_, random_again, plain_again = first
+    assert plain != plain_again
+    assert random_ != random_again
+    assert other[0] != plain
 
 
 def test_an_interrupted_run_continues_where_it_stopped(pair, tmp_path, monkeypatch):
