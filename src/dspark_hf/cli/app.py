@@ -28,6 +28,14 @@ class Dtype(StrEnum):
     auto = "auto"
 
 
+class ExportLayout(StrEnum):
+    """Layouts that a drafter is written in."""
+
+    deepspec = "deepspec"
+    speculators = "speculators"
+    dspark = "dspark"
+
+
 class SweepAxis(StrEnum):
     """What the drafters of a sweep differ in."""
 
@@ -104,17 +112,89 @@ def generate(
 def inspect(
     source: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="anchor_first or infill, over what the checkpoint says."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
     from ..loading.description import describe
     from .tables import description_table
 
-    description = describe(source, **({"revision": revision} if revision else {}))
+    hub = {"revision": revision} if revision else {}
+    description = describe(source, block_layout=layout, **hub)
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:
         console.print(description_table(description))
+
+
+@app.command()
+def probe(
+    target: Target,
+    drafter: Drafter,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
+    max_new_tokens: NewTokens = 96,
+    num_anchors: Annotated[int, typer.Option(min=2, help="Anchors to draft behind.")] = 64,
+    dtype: DtypeOption = Dtype.auto,
+    threads: Threads = 0,
+    json_path: Json = None,
+) -> None:
+    """Find out how a drafter's blocks are laid out, by drafting along the target's own text."""
+    from .probing import run_probe
+
+    result = run_probe(
+        console,
+        target,
+        drafter,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        num_anchors=num_anchors,
+        dtype=dtype.value,
+        threads=threads,
+    )
+    _write_json(json_path, result)
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    layout: Annotated[
+        ExportLayout, typer.Option(help="deepspec: vLLM, SGLang. speculators: vLLM. dspark: ours.")
+    ] = ExportLayout.deepspec,
+    target_name: Annotated[
+        str | None, typer.Option(help="Where engines find the target: Hub id or folder.")
+    ] = None,
+    copy_from: Annotated[
+        str | None,
+        typer.Option(help="Target to copy embedding and head from; else engines lend theirs."),
+    ] = None,
+    result: Annotated[
+        Path | None, typer.Option(help="JSON of `evaluate` or `bench`, for the card.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
+    push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+) -> None:
+    """Write a drafter in a layout that other engines serve, with a model card."""
+    from .exporting import run_export
+
+    run_export(
+        console,
+        drafter,
+        folder,
+        layout.value,
+        target_name=target_name,
+        copy_from=copy_from,
+        result=result,
+        license=license,
+        push=push,
+        private=private,
+    )
 
 
 @app.command()
@@ -255,6 +335,78 @@ def demo(
     from .demonstrating import run_demo
 
     run_demo(console, prompt, max_new_tokens, dtype.value, threads)
+
+
+@app.command()
+def data(
+    target: Target,
+    output: Annotated[Path, typer.Option(help="Folder of rows and provenance; resumed.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSONL of conversations, prompts or turns; repeatable."),
+    ] = None,
+    invent: Annotated[
+        int, typer.Option(min=0, help="Prompts that the target invents, beside or without files.")
+    ] = 0,
+    starters: Annotated[
+        Path | None,
+        typer.Option(help="Text file: beginnings of invented prompts, one per line."),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Every prompt is answered at each; default 0 and 1."),
+    ] = None,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    max_new_tokens: NewTokens = 512,
+    thinking: Annotated[
+        bool | None, typer.Option(help="What the chat template is told; default: nothing.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 64,
+    validation_share: Annotated[float, typer.Option(min=0, max=0.5)] = 0.05,
+    skip_malformed: Annotated[bool, typer.Option(help="Report bad rows and go on.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Precision of the target.")] = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Let the target answer prompts: the on-policy rows that a drafter learns from."""
+    from ..training.collecting import CollectionPlan
+    from .training import run_data
+
+    plan = CollectionPlan(
+        target,
+        tuple(temperature or (0.0, 1.0)),
+        top_p,
+        top_k,
+        max_new_tokens,
+        thinking,
+        validation_share,
+        seed,
+    )
+    run_data(
+        console,
+        plan,
+        prompts=prompts or [],
+        invent=invent,
+        starters=starters,
+        output=output,
+        batch_size=batch_size,
+        skip_malformed=skip_malformed,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file that describes the run.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before filling a disk.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """Train a drafter; an interrupted run goes on from its last checkpoint."""
+    from .training import run_train
+
+    run_train(console, config, yes, threads)
 
 
 def _write_json(path: Path | None, result: dict) -> None:

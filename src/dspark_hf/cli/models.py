@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..evaluation.prompts import encode_prompt, read_prompts
 from ..evaluation.provenance import machine_facts as target_machine_facts
-from ..modeling_dspark import DSparkDrafter
+from ..modeling_drafter import DrafterModel
+from .probing import load_drafter, settle_layout
 
 __all__ = [
     "DEFAULT_PROMPTS",
@@ -46,38 +47,43 @@ class Pair:
 
     target: Any
     tokenizer: Any
-    drafter: DSparkDrafter
+    drafter: DrafterModel
 
     def encode(self, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:
         """Model inputs for one prompt; see `encode_prompt`."""
         return encode_prompt(self.tokenizer, prompt, self.target.device, raw)
 
 
-def load_pair(target: str, drafter: str, dtype: str, threads: int) -> Pair:
+def load_pair(target: str, drafter: str, dtype: str, threads: int, settle: bool = True) -> Pair:
     """Load a target and a drafter; see `load_models`."""
-    model, tokenizer, (draft_model,) = load_models(target, [drafter], dtype, threads)
+    model, tokenizer, (draft_model,) = load_models(target, [drafter], dtype, threads, settle)
     return Pair(model, tokenizer, draft_model)
 
 
 def load_models(
-    target: str, drafters: Sequence[str], dtype: str, threads: int
-) -> tuple[Any, Any, list[DSparkDrafter]]:
+    target: str, drafters: Sequence[str], dtype: str, threads: int, settle: bool = True
+) -> tuple[Any, Any, list[DrafterModel]]:
     """
     Load a target, its tokenizer and drafters in one precision, on the best device there is.
 
     The drafters are read first: they are small, and a wrong path or layout shows before the target
-    loads.
+    loads. One whose checkpoint does not say how its blocks are laid out is probed, unless `settle`
+    is `False`.
     """
     if threads:
         torch.set_num_threads(threads)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    draft_models = [
-        DSparkDrafter.from_pretrained(drafter, dtype=torch_dtype).to(device) for drafter in drafters
-    ]
+    read = [load_drafter(drafter, torch_dtype) for drafter in drafters]
     source = smollm2_source() if target == SMOLLM2 else target
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device)
-    return model, AutoTokenizer.from_pretrained(source), draft_models
+    tokenizer, draft_models = AutoTokenizer.from_pretrained(source), []
+    for path, (draft_model, is_stated) in zip(drafters, read, strict=True):
+        draft_model = draft_model.to(device)
+        if settle and not is_stated:
+            draft_model = settle_layout(model, tokenizer, draft_model, path, DEFAULT_PROMPTS[0])
+        draft_models.append(draft_model)
+    return model, tokenizer, draft_models
 
 
 def smollm2_source() -> str:

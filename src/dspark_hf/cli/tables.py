@@ -31,6 +31,8 @@ def description_table(description: dict[str, Any]) -> Table:
             shown = f"{value / 1e6:,.1f} MB"
         elif name == "num_parameters":
             shown = f"{value:,}"
+        elif isinstance(value, dict):
+            shown = "\n".join(f"{key}: {item}" for key, item in value.items()) or "nothing"
         elif isinstance(value, list):
             shown = ", ".join(map(str, value)) or "nothing"
         else:
