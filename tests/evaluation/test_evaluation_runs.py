@@ -10,7 +10,7 @@ from scripted_drafters import GAMMA, NEW_TOKENS, SETS, greedy_texts, make_pair, 
 from dspark_hf.evaluation import running
 from dspark_hf.evaluation.prompts import PromptSet
 from dspark_hf.evaluation.running import EvaluationSettings, evaluate
-from tiny import make_drafter
+from tiny import make_drafter, make_eagle3
 
 GREEDY = EvaluationSettings((0.0,), NEW_TOKENS)
 ONE = [PromptSet("gsm8k", ("buoy",), "gsm8k.jsonl")]
@@ -212,6 +212,23 @@ def test_more_training_makes_another_drafter(pair, tmp_path):
         ids.append(run(pair, tmp_path, {"d": drafter}, settings, ONE)["drafters"][0]["id"])
     assert len(set(ids)) == 3
     assert [row["drafter"] for row in lines(tmp_path)] == ["plain", *ids]
+
+
+def test_every_kind_of_drafter_is_told_from_the_others(pair, tmp_path):
+    """The paper's comparison: with and without heads, and the autoregressive baseline."""
+    drafters = {
+        "markov": make_drafter(),
+        "rnn": make_drafter(markov="rnn"),
+        "dflash": make_drafter(markov=None, confidence=False),
+        "eagle3": make_eagle3(),
+    }
+    results = run(pair, tmp_path, drafters, EvaluationSettings((0.0,), 4), ONE)
+    methods = [fact["method"] for fact in results["drafters"]]
+    assert methods == ["DSpark (vanilla)", "DSpark (rnn)", "DFlash", "Eagle3"]
+    assert [fact["num_layers"] for fact in results["drafters"]] == [2, 2, 2, 1]
+    assert all(result["pooled"]["same_text_as_plain"] == 1 for result in results["results"])
+    known = [result["pooled"]["confidence"] is not None for result in results["results"]]
+    assert known == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
