@@ -230,7 +230,8 @@ class DSparkObjective(nn.Module):
         head = self.drafter.confidence_head
         if head is None:
             return slot_weights.new_zeros(()), torch.zeros_like(slot_weights)
-        embedded = self.drafter.markov_head.embed(previous) if head.with_markov else None
+        markov = self.drafter.markov_head
+        embedded = markov.embed(previous) if head.with_markov and markov is not None else None
         logits = head(hidden, embedded)
         losses = functional.binary_cross_entropy_with_logits(logits, acceptance, reduction="none")
         return (slot_weights * losses).sum(), (torch.sigmoid(logits) - acceptance).abs()
