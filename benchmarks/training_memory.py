@@ -22,7 +22,6 @@ MODES = ("chunked", "whole logits")
 
 def naive_loss():
     """A stand-in for `vocabulary_loss` that keeps everything."""
-    import torch
     from torch.nn import functional
 
     from dspark_hf.training.vocabulary_loss import VocabularyLoss

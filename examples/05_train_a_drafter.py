@@ -28,10 +28,10 @@ from dspark_hf.training.trainer import DSparkTrainer
 # Hidden size, target layers, target steps, drafter steps.
 SIZES = {"small": (64, 3, 150, 150), "full": (160, 5, 300, 400)}
 
-ANIMALS = "fox bear owl hare wolf deer toad mole crow swan lynx newt".split()
-HOMES = "forest meadow river cave marsh hill garden valley".split()
-FOODS = "berries leaves fish seeds worms roots honey mice".split()
-COLOURS = "red grey brown white black golden".split()
+ANIMALS = ["fox", "bear", "owl", "hare", "wolf", "deer", "toad", "mole", "crow", "swan", "newt"]
+HOMES = ["forest", "meadow", "river", "cave", "marsh", "hill", "garden", "valley"]
+FOODS = ["berries", "leaves", "fish", "seeds", "worms", "roots", "honey", "mice"]
+COLOURS = ["red", "grey", "brown", "white", "black", "golden"]
 QUESTIONS = ["tell me about the {}", "what do you know of the {}", "describe the {}"]
 SPECIAL = ["<user>", "<answer>", "<end>", "<pad>", "<mask>"]
 

@@ -61,7 +61,7 @@ def run_rank(rank, port, folder):
 
 
 def test_gradients_and_reports_of_two_processes_equal_those_of_one(tmp_path):
-    """B135, B136, B137: supervised tokens differ between the two, and a mean of means would show."""
+    """B135, B136, B137: supervised tokens differ between the two; a mean of means would show."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -137,7 +137,7 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
     flash = DSparkDrafter.from_pretrained(tmp_path / "dflash")
     assert flash.markov_head is None
     assert flash.confidence_head is None
-    result, text = train(
+    _, text = train(
         world,
         tmp_path / "dspark",
         init_from=str(tmp_path / "dflash"),
@@ -229,7 +229,7 @@ def test_malformed_rows_are_fatal_or_skipped_by_choice(world, tmp_path):
     number = sum(1 for _ in (data / "train.jsonl").open(encoding="utf-8")) - 1
     with pytest.raises(ValueError, match=rf"train\.jsonl:{number}: not JSON"):
         train(world, tmp_path / "one", data=str(data))
-    result, text = train(
+    _, text = train(
         world,
         tmp_path / "two",
         data=str(data),
@@ -267,7 +267,7 @@ def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
             main()
         assert caught.value.code == 1
         printed = " ".join(capsys.readouterr().err.split())
-        assert message in printed.replace(". jsonl", ".jsonl"), printed
+        assert message in printed, printed
     assert not (tmp_path / "data").exists()
 
 
