@@ -115,8 +115,12 @@ def test_frequent_tokens_count_what_the_target_wrote():
             Example([5, 4, 7], [True, True, True]),
         ]
     )
-    ids, share = frequent_tokens(dataset, 2)
+    ids, share = frequent_tokens(dataset, 2, VOCAB)
     assert ids.tolist() == [4, 5]
     assert share == 5 / 6
-    with pytest.raises(ValueError, match="only 3 different tokens"):
-        frequent_tokens(dataset, 4)
+    # With fewer different tokens than asked for, the lowest ids fill up.
+    ids, share = frequent_tokens(dataset, 6, VOCAB)
+    assert ids.tolist() == [0, 1, 2, 4, 5, 7]
+    assert share == 1
+    with pytest.raises(ValueError, match="draft_vocab_size is 97, but the target has 97 tokens"):
+        frequent_tokens(dataset, VOCAB, VOCAB)

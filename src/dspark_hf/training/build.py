@@ -1,5 +1,6 @@
 """A new drafter for a target, from scratch or warm-started from another one."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from ..modeling_dspark import DSparkDrafter
+from ..modeling_eagle3 import Eagle3Drafter
 from .data import DraftDataset
 
 # What a draft layer takes from the target's layers unless it is told otherwise.
@@ -64,6 +67,43 @@ def build_drafter(
     Raises:
         `ValueError`: a fact does not fit the target; see [`DSparkConfig`].
     """
+    config = DSparkConfig(
+        **_target_facts(target, num_layers, target_layer_ids, draft_vocabulary, layer_fields),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        markov_head_type=markov_head_type,
+        markov_rank=markov_rank if markov_head_type else 0,
+        confidence_head=confidence_head,
+        confidence_head_with_markov=confidence_head and markov_head_type is not None,
+    )
+    return _finish(DSparkDrafter(config), target, draft_vocabulary)
+
+
+def build_eagle3(
+    target: PreTrainedModel,
+    block_size: int = 7,
+    target_layer_ids: list[int] | None = None,
+    draft_vocabulary: torch.Tensor | None = None,
+    **layer_fields: Any,
+) -> Eagle3Drafter:
+    """
+    An Eagle3 drafter of one Qwen3 layer with random weights, of the width of the target.
+
+    Arguments are those of [`build_drafter`]; `block_size` is the number of unrolled steps.
+    """
+    facts = _target_facts(target, 1, target_layer_ids, draft_vocabulary, layer_fields)
+    drafter = Eagle3Drafter(Eagle3Config(**facts, block_size=block_size))
+    return _finish(drafter, target, draft_vocabulary)
+
+
+def _target_facts(
+    target: PreTrainedModel,
+    num_layers: int,
+    target_layer_ids: list[int] | None,
+    draft_vocabulary: torch.Tensor | None,
+    layer_fields: dict[str, Any],
+) -> dict[str, Any]:
+    """What a new drafter takes over from its target: widths, heads, rotary base, vocabulary."""
     text = target.config.get_text_config(decoder=True)
     unknown = sorted(set(layer_fields) - set(Qwen3Config().to_dict()))
     if unknown:
@@ -82,28 +122,23 @@ def build_drafter(
     theta = _rope_theta(text)
     if theta is not None:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    fields.update(layer_fields)
-    config = DSparkConfig(
-        backbone_config={"model_type": "qwen3", **fields},
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=target_layer_ids or spread_taps(text.num_hidden_layers, 5),
-        num_target_layers=text.num_hidden_layers,
-        target_hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
-        markov_head_type=markov_head_type,
-        markov_rank=markov_rank if markov_head_type else 0,
-        confidence_head=confidence_head,
-        confidence_head_with_markov=confidence_head and markov_head_type is not None,
-        final_logit_softcapping=getattr(text, "final_logit_softcapping", None),
-        stores_input_embeddings=False,
-        stores_output_embeddings=False,
-        bos_token_id=text.bos_token_id,
-        eos_token_id=text.eos_token_id,
-        pad_token_id=text.pad_token_id,
-    )
-    drafter = DSparkDrafter(config)
+    return {
+        "backbone_config": {"model_type": "qwen3", **fields, **layer_fields},
+        "target_layer_ids": target_layer_ids or spread_taps(text.num_hidden_layers, 5),
+        "num_target_layers": text.num_hidden_layers,
+        "target_hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": None if draft_vocabulary is None else len(draft_vocabulary),
+        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+        "stores_input_embeddings": False,
+        "stores_output_embeddings": False,
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+    }
+
+
+def _finish(drafter: Any, target: PreTrainedModel, draft_vocabulary: torch.Tensor | None) -> Any:
     if draft_vocabulary is not None:
         drafter.draft_to_target.copy_(draft_vocabulary.sort().values)
     return drafter.bind(target)
@@ -115,26 +150,34 @@ def _rope_theta(text: PreTrainedConfig) -> float | None:
     return parameters.get("rope_theta")
 
 
-def frequent_tokens(dataset: DraftDataset, size: int) -> tuple[torch.Tensor, float]:
+def frequent_tokens(
+    dataset: DraftDataset, size: int, vocab_size: int
+) -> tuple[torch.Tensor, float]:
     """
-    The `size` tokens that the target writes most often, and the share of its text that they cover.
+    A draft vocabulary: the tokens that the target writes most often, filled up with the lowest ids,
+    which are the most frequent tokens of byte-pair vocabularies.
+
+    Returns:
+        `size` ids in ascending order and the share of the answers that they cover.
 
     Raises:
-        `ValueError`: fewer different tokens than that occur.
+        `ValueError`: the vocabulary is not larger than that.
     """
+    if size >= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {size}, but the target has {vocab_size} tokens. Leave it out to "
+            "draft all of them."
+        )
     counts: Counter[int] = Counter()
     for example in dataset.examples:
         counts.update(
             i for i, learn in zip(example.input_ids, example.loss_mask, strict=True) if learn
         )
-    if len(counts) < size:
-        raise ValueError(
-            f"A draft vocabulary of {size} tokens was asked for, but only {len(counts)} different "
-            "tokens occur in the answers. Ask for fewer, or use more data."
-        )
-    chosen = counts.most_common(size)
-    ids = torch.tensor([token for token, _ in chosen]).sort().values
-    return ids, sum(count for _, count in chosen) / counts.total()
+    chosen = {token for token, _ in counts.most_common(size)}
+    fillers = (token for token in range(vocab_size) if token not in chosen)
+    chosen.update(itertools.islice(fillers, size - len(chosen)))
+    covered = sum(number for token, number in counts.items() if token in chosen)
+    return torch.tensor(sorted(chosen)), covered / max(1, counts.total())
 
 
 @torch.no_grad()

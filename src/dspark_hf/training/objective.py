@@ -6,6 +6,7 @@ Shapes: B sequences, S positions, A anchors, G predicting slots (γ), n taps, D 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -219,6 +220,13 @@ class DSparkObjective(nn.Module):
         loss = (result.loss + weights.confidence * confidence) / (total + 1e-6)
         return loss * self.num_processes, sums
 
+    def mean_loss(self, sums: ObjectiveSums) -> float:
+        """The loss of many batches together."""
+        weights = self.weights
+        total = weights.ce * sums.cross_entropy + weights.tv * sums.total_variation
+        total = total + weights.confidence * sums.confidence
+        return float(total / sums.weight.clamp(min=1e-6))
+
     def _confidence(
         self,
         hidden: torch.Tensor,
@@ -230,8 +238,7 @@ class DSparkObjective(nn.Module):
         head = self.drafter.confidence_head
         if head is None:
             return slot_weights.new_zeros(()), torch.zeros_like(slot_weights)
-        markov = self.drafter.markov_head
-        embedded = markov.embed(previous) if head.with_markov and markov is not None else None
-        logits = head(hidden, embedded)
+        markov: Any = self.drafter.markov_head
+        logits = head(hidden, markov.embed(previous) if head.with_markov else None)
         losses = functional.binary_cross_entropy_with_logits(logits, acceptance, reduction="none")
         return (slot_weights * losses).sum(), (torch.sigmoid(logits) - acceptance).abs()

@@ -24,7 +24,8 @@ from transformers import (
 import dspark_hf
 
 from ..modeling_dspark import DSparkDrafter
-from .build import build_drafter, frequent_tokens, warm_start
+from ..modeling_eagle3 import Eagle3Drafter
+from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
 from .collecting import FILES
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
@@ -53,9 +54,9 @@ class RunConfig:
         data (`str`): folder of `dspark-hf data`, or one JSONL file (5 % is set aside).
         output (`str`): folder of checkpoints and of the finished drafter.
         drafter (`dict`):
-            Arguments of [`build_drafter`]; `mask_token_id` is needed. `draft_vocab_size` asks for
-            the most frequent tokens of the data.
-        family (`str`): `"dspark"` or `"dflash"`.
+            Arguments of [`build_drafter`] (`mask_token_id` is needed) or [`build_eagle3`].
+            `draft_vocab_size` asks for the most frequent tokens of the data.
+        family (`str`): `"dspark"`, `"dflash"` or `"eagle3"`.
         init_from (`str`, *optional*): drafter to start from.
         objective (`dict`): fields of [`ObjectiveWeights`].
         num_anchors (`int`): per example and step.
@@ -83,7 +84,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("family", ("dspark", "dflash")),
+            ("family", ("dspark", "dflash", "eagle3")),
             ("on_error", ("raise", "skip")),
             ("dtype", ("float32", "bfloat16", "float16")),
         ):
@@ -98,7 +99,7 @@ class RunConfig:
         _check_keys("trainer", self.trainer, TrainingArguments)
         # YAML reads 6e-4 as text; it wants 6.0e-4.
         self.objective, self.trainer = map(_with_numbers, (self.objective, self.trainer))
-        if "mask_token_id" not in self.drafter:
+        if self.family != "eagle3" and "mask_token_id" not in self.drafter:
             raise ValueError(
                 "drafter.mask_token_id is missing. It fills the block, so take a token that text "
                 "never contains: one of the tokenizer's reserved ones."
@@ -181,18 +182,21 @@ def load_examples(
 
 def make_drafter(
     config: RunConfig, target: PreTrainedModel, train: DraftDataset, console: Console
-) -> DSparkDrafter:
+) -> DSparkDrafter | Eagle3Drafter:
     """The drafter of a run before its first step, in float32."""
     fields = dict(config.drafter)
     if config.family == "dflash":
         fields.update(_DFLASH_FIELDS)
     size = fields.pop("draft_vocab_size", None)
     if size is not None:
-        fields["draft_vocabulary"], share = frequent_tokens(train, size)
-        console.print(f"The {size} draftable tokens cover {share:.2%} of the answers.")
-    drafter = build_drafter(target, **fields).float()
+        fields["draft_vocabulary"], share = frequent_tokens(
+            train, size, target.config.get_text_config(decoder=True).vocab_size
+        )
+        console.print(f"The {size} draftable tokens cover {share:.2%} of the training answers.")
+    build = build_eagle3 if config.family == "eagle3" else build_drafter
+    drafter = build(target, **fields).float()
     if config.init_from is not None:
-        source = DSparkDrafter.from_pretrained(config.init_from, dtype=torch.float32)
+        source = type(drafter).from_pretrained(config.init_from, dtype=torch.float32)
         fresh = warm_start(drafter, source)
         console.print(f"Started from {config.init_from}; new: {', '.join(fresh) or 'nothing'}.")
     return drafter
@@ -295,7 +299,7 @@ def _caches(
     config: RunConfig,
     arguments: TrainingArguments,
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: DSparkDrafter | Eagle3Drafter,
     datasets: tuple[DraftDataset, DraftDataset],
     console: Console,
     assume_yes: bool,

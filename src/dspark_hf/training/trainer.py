@@ -14,7 +14,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..generation.checks import check_pairing
 from ..modeling_dspark import DSparkDrafter
+from ..modeling_eagle3 import Eagle3Drafter
 from .data import collate
+from .eagle3_module import Eagle3Objective
 from .feature_cache import FeatureCache
 from .objective import DSparkObjective, ObjectiveSums, ObjectiveWeights, TargetStates
 from .target_states import TargetReader
@@ -77,7 +79,11 @@ class DSparkTrainer(Trainer):
         for module in (drafter.embed_tokens, drafter.lm_head):
             if module is not None:
                 module.requires_grad_(False)
-        objective = DSparkObjective(drafter, weights, num_anchors, chunk_rows)
+        objective: DSparkObjective | Eagle3Objective
+        if isinstance(drafter, Eagle3Drafter):
+            objective = Eagle3Objective(drafter, chunk_rows=chunk_rows)
+        else:
+            objective = DSparkObjective(drafter, weights, num_anchors, chunk_rows)
         super().__init__(
             model=objective,
             args=args,
@@ -90,8 +96,8 @@ class DSparkTrainer(Trainer):
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
         self.feature_caches = feature_caches
-        objective.num_processes = self.accelerator.num_processes
-        if objective.num_processes > 1:
+        if isinstance(objective, DSparkObjective) and self.accelerator.num_processes > 1:
+            objective.num_processes = self.accelerator.num_processes
             objective.sum_over_processes = lambda x: self.accelerator.reduce(x, reduction="sum")
         self._sums: torch.Tensor | None = None
 
@@ -154,25 +160,13 @@ class DSparkTrainer(Trainer):
             raise ValueError("There are no evaluation examples: set aside some rows for it.")
         sums = ObjectiveSums.unflatten(self.accelerator.reduce(total, reduction="sum"))
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in sums.metrics().items()}
-        weights = self.drafter_objective.weights
-        metrics[f"{metric_key_prefix}_loss"] = float(
-            (
-                weights.ce * sums.cross_entropy
-                + weights.tv * sums.total_variation
-                + weights.confidence * sums.confidence
-            )
-            / sums.weight.clamp(min=1e-6)
-        )
+        objective = self.accelerator.unwrap_model(self.model)
+        metrics[f"{metric_key_prefix}_loss"] = objective.mean_loss(sums)
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
-
-    @property
-    def drafter_objective(self) -> DSparkObjective:
-        """The objective without the wrappers of distributed training."""
-        return self.accelerator.unwrap_model(self.model)
 
     # -- checkpoints
 

@@ -54,15 +54,24 @@ class Teacher:
     scale: float = 1.0
     log_normaliser: torch.Tensor | None = None
 
+    def logits(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Float32 logits behind `hidden` `(M, D)` at `token_ids` (all if `None`)."""
+        weight = self.weight if token_ids is None else self.weight[token_ids]
+        dtype = dtype or weight.dtype
+        logits = self.scale * functional.linear(hidden.to(dtype), weight.to(dtype))
+        return _cap(logits.float(), self.softcapping)
+
     def probabilities(
         self, rows: slice, token_ids: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """p of `rows` at `token_ids` (all if `None`), float32."""
-        weight, known = self.weight, self.log_normaliser
-        if token_ids is not None and known is not None:
-            weight = weight[token_ids]
-        logits = self.scale * functional.linear(self.hidden[rows].to(dtype), weight.to(dtype))
-        logits = _cap(logits.float(), self.softcapping)
+        known = self.log_normaliser
+        logits = self.logits(self.hidden[rows], None if known is None else token_ids, dtype)
         if known is not None:
             return torch.exp(logits - known[rows, None])
         probs = torch.softmax(logits, dim=-1)
