@@ -96,7 +96,15 @@ def test_a_source_that_reads_the_target_differently_is_refused():
     with pytest.raises(ValueError, match=r"target_layer_ids is \[0, 3\] in the source"):
         warm_start(build(), build(target_layer_ids=[0, 3]))
     with pytest.raises(ValueError, match="no draft layer of the source has a fitting shape"):
-        warm_start(build(), build(intermediate_size=24, num_key_value_heads=2, head_dim=8))
+        warm_start(build(), build(intermediate_size=24))
+
+
+def test_a_layer_is_taken_over_whole_or_not_at_all():
+    source, drafter = build(), build(num_layers=2)
+    before = drafter.state_dict()["layers.1.mlp.up_proj.weight"].clone()
+    fresh = warm_start(drafter, source)
+    assert fresh == sorted(name for name in drafter.state_dict() if name.startswith("layers.1."))
+    assert torch.equal(drafter.state_dict()["layers.1.mlp.up_proj.weight"], before)
 
 
 def test_layers_of_another_family_are_refused():

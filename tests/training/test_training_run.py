@@ -171,7 +171,7 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     [
         ({"anchors": 5}, r"unknown keys \['anchors'\]"),
         ({"target": ...}, r"missing keys \['target'\]"),
-        ({"family": "eagle3"}, "family is 'eagle3'; known: dspark, dflash"),
+        ({"family": "medusa"}, "family is 'medusa'; known: dspark, dflash, eagle3"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"drafter": {"block_size": 3}}, "drafter.mask_token_id is missing"),
         ({"drafter": [1]}, "drafter must hold keys and values"),
@@ -226,7 +226,7 @@ def test_malformed_rows_are_fatal_or_skipped_by_choice(world, tmp_path):
     shutil.copytree(world / "data", data)
     with (data / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"text": "long enough text"}\nbroken\n{"text": "a"}\n')
-    number = sum(1 for _ in (data / "train.jsonl").open(encoding="utf-8")) - 1
+    number = len((data / "train.jsonl").read_text(encoding="utf-8").splitlines()) - 1
     with pytest.raises(ValueError, match=rf"train\.jsonl:{number}: not JSON"):
         train(world, tmp_path / "one", data=str(data))
     _, text = train(
