@@ -195,7 +195,11 @@ class DrafterModel(PreTrainedModel):
                 f"{width}): {len(self.config.target_layer_ids)} taps of width "
                 f"{self.config.target_hidden_size}."
             )
-        return self.fc(features.to(self.device, self.dtype))
+        return self.fc(self._norm_features(features.to(self.device, self.dtype)))
+
+    def _norm_features(self, features: torch.Tensor) -> torch.Tensor:
+        """What stands between the taps and their projection; nothing, unless a kind has a norm."""
+        return features
 
     def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings `(R, T, H)` as the draft layers take them, of token ids `(R, T)`."""

@@ -179,7 +179,7 @@ class DSparkDrafter(DrafterModel):
         if self.config.anchor_predicts:
             return hidden, None
         state = None
-        if self.config.markov_head_type == "rnn":
+        if self.markov_head is not None and self.config.markov_head_type == "rnn":
             _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
         return hidden[:, 1:], state
 

@@ -381,10 +381,6 @@ def test_quantised_weights(tmp_path, dtype):
 # -- other layouts ---------------------------------------------------------------------------------
 
 FOREIGN = {
-    "speculators_eagle3": (
-        {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]},
-        "an EAGLE-3 drafter in a speculators checkpoint .*'eagle3'",
-    ),
     "speculators_unknown_algorithm": (
         {"speculators_model_type": "peagle", "architectures": ["DSparkDraftModel"]},
         "a P-EAGLE drafter in a speculators checkpoint .*'peagle'",
@@ -415,17 +411,8 @@ FOREIGN = {
         {"architectures": ["MuseGlimmer"], "model_type": "muse_glimmer_assistant"},
         "Muse Glimmer assistant, which is not read: the host library loads",
     ),
-    "eagle3_llama": (
-        {"architectures": ["LlamaForCausalLMEagle3"]},
-        r"EAGLE-3 drafter \(LlamaForCausalLMEagle3\)",
-    ),
-    "eagle3_speculators": ({"architectures": ["Eagle3LlamaForCausalLM"]}, "EAGLE-3 drafter"),
     "eagle3_deepseek": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "EAGLE-3 drafter"),
     "eagle3_draft": ({"architectures": ["Eagle3DraftModel"]}, "EAGLE-3 drafter"),
-    "eagle3_original": (
-        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000},
-        "EAGLE-3 drafter .LlamaForCausalLM with draft_vocab_size",
-    ),
     "own_code": (
         {"architectures": ["Mystery"], "auto_map": {"AutoModel": "code.Mystery"}},
         r"unknown layout \(architectures \['Mystery'\].*never runs code of a repository",
@@ -466,8 +453,9 @@ def test_an_embedded_drafter_that_only_its_tensors_tell(tmp_path, tensor):
 def test_an_eagle3_drafter_that_only_its_tensors_tell():
     """B075: an ordinary config, `midlayer.*` tensors."""
     raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    with pytest.raises(UnsupportedCheckpointError, match="here is an EAGLE-3 drafter"):
-        detect_dialect(raw, "here", ["midlayer.input_layernorm.weight"])
+    assert detect_dialect(raw, "here", ["midlayer.input_layernorm.weight"]) == "eagle3"
+    with pytest.raises(UnsupportedCheckpointError, match="unknown layout"):
+        detect_dialect(raw, "here", ["model.norm.weight"])
 
 
 def test_a_repository_description_is_refused_alike(tmp_path):

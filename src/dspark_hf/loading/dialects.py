@@ -7,12 +7,19 @@ from typing import Any
 from ..configuration_dspark import DSparkConfig
 from ..configuration_eagle3 import Eagle3Config
 from .deepspec import read_deepspec
-from .detection import DEEPSPEC, EAGLE3_DIALECTS, OWN_LAYOUTS, SPECULATORS
+from .detection import (
+    CHAIN_EAGLE3,
+    DEEPSPEC,
+    DEEPSPEC_EAGLE3,
+    OWN_LAYOUTS,
+    SPECULATORS,
+    SPECULATORS_EAGLE3,
+)
 from .dflash import read_dflash_family
-from .eagle3 import read_eagle3
+from .eagle3 import read_chain_eagle3, read_eagle3
 from .files import TensorInfo
 from .reading import ConfigReader, Reading
-from .speculators import read_speculators
+from .speculators import read_speculators, read_speculators_eagle3
 
 
 def read_dialect(
@@ -21,6 +28,7 @@ def read_dialect(
     source: str,
     tensors: Mapping[str, TensorInfo],
     block_layout: str | None = None,
+    num_target_layers: int | None = None,
 ) -> Reading:
     """
     The checkpoint's facts in the normal form.
@@ -35,6 +43,8 @@ def read_dialect(
         tensors (mapping of `str` to [`TensorInfo`]): the stored tensors.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
@@ -51,8 +61,12 @@ def read_dialect(
         return Reading(own.from_dict(raw))
     if dialect == DEEPSPEC:
         reading = read_deepspec(reader, block_layout)
-    elif dialect in EAGLE3_DIALECTS:
+    elif dialect == DEEPSPEC_EAGLE3:
         reading = read_eagle3(reader, block_layout)
+    elif dialect == CHAIN_EAGLE3:
+        reading = read_chain_eagle3(reader, block_layout, num_target_layers)
+    elif dialect == SPECULATORS_EAGLE3:
+        reading = read_speculators_eagle3(reader, block_layout)
     elif dialect == SPECULATORS:
         reading = read_speculators(reader, block_layout)
     else:

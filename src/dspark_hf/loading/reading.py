@@ -191,6 +191,15 @@ def block_layout(
     return {"block_size": width if stated else width - 1, "anchor_predicts": stated}
 
 
+def refuse_block_layout(reader: ConfigReader, layout: str | None) -> None:
+    """Raise `ValueError` where a block layout is given for a drafter that has no blocks."""
+    if layout is not None:
+        raise ValueError(
+            f"{reader.source} is an Eagle3 drafter, which drafts token by token and has no blocks; "
+            "leave block_layout out."
+        )
+
+
 def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None = None) -> Any:
     """
     V_d of a reduced draft vocabulary, `None` for a full one.
