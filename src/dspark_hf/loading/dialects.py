@@ -21,6 +21,17 @@ from .files import TensorInfo
 from .reading import ConfigReader, Reading
 from .speculators import read_speculators, read_speculators_eagle3
 
+# The host's classes have defaults for these, which are no drafter's.
+_OWN_LAYER_FACTS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
 
 def read_dialect(
     raw: dict[str, Any],
@@ -57,6 +68,8 @@ def read_dialect(
                 "out; block_layout is for published layouts that do not."
             )
         reader.require("backbone_config", "backbone_config")
+        for key in _OWN_LAYER_FACTS:
+            reader.require(key, f"backbone_config.{key}")
         own = DSparkConfig if dialect == DSparkConfig.model_type else Eagle3Config
         return Reading(own.from_dict(raw))
     if dialect == DEEPSPEC:
