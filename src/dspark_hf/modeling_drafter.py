@@ -267,8 +267,10 @@ class DrafterModel(PreTrainedModel):
         Load a drafter from a Hub id or a folder, in this library's layout or a published one.
 
         Takes the host's arguments (`revision`, `token`, `cache_dir`, `local_files_only`,
-        `subfolder`, `dtype`, `device_map`, …). Only safetensors are read and no code of a
-        repository is run.
+        `subfolder`, `dtype`, `device_map`, …) and two for published layouts that leave a fact out:
+        `block_layout` (`"anchor_first"` or `"infill"`), which overrides what the checkpoint says,
+        and `num_target_layers`, from which some EAGLE-3 files take their taps. Only safetensors are
+        read and no code of a repository is run.
 
         Raises:
             `ValueError`: unknown or contradictory layout, missing config keys, missing, unexpected,

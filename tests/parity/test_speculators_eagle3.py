@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from checkpoints import copy_folder, edit_config, read_json
 from dspark_hf import DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError
@@ -131,7 +132,10 @@ def test_taps_by_the_references_rule_need_the_depth(tmp_path):
     # Inputs of layers 2, 16 and 29 are outputs of 1, 15 and 28.
     assert config.target_layer_ids == [1, 15, 28]
     assert config.backbone_config.rope_parameters["rope_theta"] == 10_000
-    assert describe(str(chain_file(tmp_path / "ids", LLAMA)))["dialect"] == "eagle3"
+    facts = describe(str(folder), num_target_layers=32)
+    assert (facts["dialect"], facts["target_layer_ids"]) == ("eagle3", [1, 15, 28])
+    with pytest.raises(ValueError, match=r"drafter .LlamaForCausalLM with draft_vocab_size"):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

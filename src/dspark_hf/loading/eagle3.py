@@ -123,8 +123,9 @@ def _chain_body(reader: ConfigReader, names: set[str]) -> dict[str, Any]:
 def _chain_defaults(reader: ConfigReader) -> dict[str, Any]:
     """What the reference derives: a Llama layer's head size, and as many key as query heads."""
     width, heads = reader.raw.get("hidden_size"), reader.raw.get("num_attention_heads")
-    is_known = type(width) is int and type(heads) is int and heads > 0
-    return {"head_dim": width // heads, "num_key_value_heads": heads} if is_known else {}
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return {}
+    return {"head_dim": width // heads, "num_key_value_heads": heads}
 
 
 def _chain_taps(reader: ConfigReader, depth: int | None) -> list[int]:
