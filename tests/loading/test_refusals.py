@@ -285,6 +285,9 @@ def test_a_gemma_config_without_its_rotary_base(tmp_path):
             "'linear_attention'.; Qwen3 draft layers are full_attention or",
         ),
         ({"layer_types": ["full_attention"]}, r"cannot be built .*`layer_types` \(1\)"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and the weights hold 2 draft layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be an integer of at least 1, found -1"),
+        ({"intermediate_size": -2}, "cannot be built .*RuntimeError: .*negative dimension"),
         ({"hidden_size": "32"}, "cannot be built .*'hidden_size' expected int, got str"),
         ({"num_attention_heads": 0}, "cannot be built .*ZeroDivisionError"),
         ({"hidden_act": "nonsense"}, "cannot be built .*nonsense"),
@@ -365,7 +368,7 @@ def test_config_and_weights_of_two_checkpoints(tmp_path):
     (folder / "model.safetensors").write_bytes(
         (tmp_path / "other" / "model.safetensors").read_bytes()
     )
-    edit_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
+    edit_config(folder, intermediate_size=40)
     text = refuse(folder, r"do not fit config\.json.*… and \d+ more\. The two come from different")
     assert text.count(";") == 7
 

@@ -32,8 +32,15 @@ logger = logging.getLogger(__name__)
 # The one tensor of a drafter that holds token ids.
 DRAFT_TO_TARGET = "draft_to_target"
 
-# What the host's classes raise when a value of config.json has a wrong type or size.
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
+# What the host's classes and torch raise when a value of config.json has a wrong type or size.
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True)

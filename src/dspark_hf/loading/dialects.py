@@ -18,7 +18,7 @@ from .detection import (
 from .dflash import read_dflash_family
 from .eagle3 import read_chain_eagle3, read_eagle3
 from .files import TensorInfo
-from .reading import ConfigReader, Reading
+from .reading import ConfigReader, Reading, check_depth
 from .speculators import read_speculators, read_speculators_eagle3
 
 # The host's classes have defaults for these, which are no drafter's.
@@ -70,6 +70,7 @@ def read_dialect(
         reader.require("backbone_config", "backbone_config")
         for key in _OWN_LAYER_FACTS:
             reader.require(key, f"backbone_config.{key}")
+        check_depth(reader, raw["backbone_config"]["num_hidden_layers"])
         own = DSparkConfig if dialect == DSparkConfig.model_type else Eagle3Config
         return Reading(own.from_dict(raw))
     if dialect == DEEPSPEC:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .reading import ConfigReader
+from .reading import ConfigReader, check_depth
 
 _DIMENSIONS = (
     "hidden_size",
@@ -53,6 +53,7 @@ def read_body(
             reader.by_rule(key, "derived, as the reference does")
         else:
             fields[key] = reader.require(key, key)
+    check_depth(reader, fields["num_hidden_layers"])
     optional = {key: reader.get(key, key) for key in _OPTIONAL}
     fields |= {key: value for key, value in optional.items() if value is not None}
     fields["rope_parameters"] = read_rotary(reader, default_theta=default_theta)

@@ -14,6 +14,7 @@ from .reading import (
     ConfigReader,
     Reading,
     block_layout,
+    check_depth,
     draft_vocabulary,
     refuse_block_layout,
     vocabulary_tensors,
@@ -163,6 +164,8 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
             f"read over {' or '.join(_BODY_TYPES)} configs."
         )
     reader.ignore(*(f"{_BODY}.{key}" for key in (*_BODY_KEYS, "model_type", "vocab_size")))
+    if "num_hidden_layers" in raw:
+        check_depth(reader, raw["num_hidden_layers"])
     rope = read_rotary(reader, prefix=f"{_BODY}.", default_theta=_DEFAULT_THETA)
     plain = {
         key: value for key, value in raw.items() if not key.startswith(("rope_", "model_type"))
