@@ -98,11 +98,22 @@ class DrafterConfig(PreTrainedConfig):
                 f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
                 f"can be built for {', '.join(map(repr, self.backbones))}."
             )
+        self._validate_layer_sizes()
         self._validate_draft_vocabulary()
         self._validate_taps()
         cap = self.final_logit_softcapping
         if cap is not None and not cap > 0:
             raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
+
+    def _validate_layer_sizes(self) -> None:
+        names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+        if self.backbone_config.model_type in ("qwen3", "llama"):
+            # Other classes keep these by layer.
+            names += ["num_key_value_heads", "head_dim"]
+        for name in names:
+            value = getattr(self.backbone_config, name, None)
+            if value is not None:
+                require_int(f"backbone_config.{name}", value, minimum=1)
 
     def _validate_draft_vocabulary(self) -> None:
         if self.draft_vocab_size is None:

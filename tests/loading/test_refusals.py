@@ -287,9 +287,10 @@ def test_a_gemma_config_without_its_rotary_base(tmp_path):
         ({"layer_types": ["full_attention"]}, r"cannot be built .*`layer_types` \(1\)"),
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and the weights hold 2 draft layers"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be an integer of at least 1, found -1"),
-        ({"intermediate_size": -2}, "cannot be built .*RuntimeError: .*negative dimension"),
+        ({"intermediate_size": -2}, "intermediate_size must be an integer of at least 1, found -2"),
+        ({"rms_norm_eps": "small"}, "cannot be built "),
         ({"hidden_size": "32"}, "cannot be built .*'hidden_size' expected int, got str"),
-        ({"num_attention_heads": 0}, "cannot be built .*ZeroDivisionError"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be .* at least 1, found 0"),
         ({"hidden_act": "nonsense"}, "cannot be built .*nonsense"),
         ({"rope_parameters": [1e6]}, r"rope_parameters = \[1000000.0\], expected an object"),
     ],
@@ -334,7 +335,7 @@ def test_a_missing_tensor(tmp_path, name, sharded):
     refuse(folder, rf"do not fit config\.json: missing {name} \(.*different checkpoints")
 
 
-@pytest.mark.parametrize("name", ["extra.weight", "d2t", "layers.2.mlp.up_proj.weight"])
+@pytest.mark.parametrize("name", ["extra.weight", "d2t", "layers.1.mlp.fourth_proj.weight"])
 def test_an_unexpected_tensor(tmp_path, name):
     """B075, B081, B115: a weight that nothing would read means another layout."""
     folder = copy_checkpoint(tmp_path)
