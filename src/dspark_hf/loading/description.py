@@ -34,7 +34,10 @@ def describe(
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
     cls = drafter_class(read_config(source, **hub))
-    told = {"block_layout": block_layout, "num_target_layers": num_target_layers}
+    told: dict[str, Any] = {
+        "block_layout": block_layout,
+        "num_target_layers": num_target_layers,
+    }
     facts = read_facts(cls, source, download_weights=False, **told, **hub)
     config, tensors, reading = facts.config, facts.tensors, facts.reading
     bound = []
