@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import transformers
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..machine import processor_name
 from ..modeling_dspark import DSparkDrafter
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -177,21 +177,10 @@ def machine_facts(pair: Pair) -> dict[str, Any]:
     """What a figure depends on, for reports."""
     return {
         "device": str(pair.target.device),
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "attention": pair.target.config._attn_implementation,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _processor_name() -> str:
-    if torch.accelerator.is_available():
-        return str(torch.accelerator.current_accelerator())
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
