@@ -78,7 +78,7 @@ def resolve_scheduling(
         profile=_profile(lookup("dspark_throughput_profile")),
         load=_load(lookup("dspark_load")),
         max_verify_tokens=_max_verify_tokens(lookup("dspark_max_verify_tokens")),
-        temperatures=_temperatures(lookup("dspark_sts_temperatures"), block_size),
+        temperatures=check_temperatures(lookup("dspark_sts_temperatures"), block_size),
         skips_drafts=_flag("dspark_draft_skipping", lookup("dspark_draft_skipping")),
     )
 
@@ -119,7 +119,8 @@ def _max_verify_tokens(value: Any) -> int | None:
     return value
 
 
-def _temperatures(value: Any, block_size: int) -> tuple[float, ...] | None:
+def check_temperatures(value: Any, block_size: int) -> tuple[float, ...] | None:
+    """γ positive temperatures as a tuple, or `None`. Raises `ValueError` for anything else."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != block_size:
