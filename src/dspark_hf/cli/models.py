@@ -69,11 +69,25 @@ def load_pair(target: str, drafter: str, dtype: str, threads: int) -> Pair:
     if threads:
         torch.set_num_threads(threads)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    draft_model = DSparkDrafter.from_pretrained(drafter, dtype=torch_dtype).to(device)
+    draft_model = DSparkDrafter.from_pretrained(drafter, dtype=torch_dtype).to(_best_device())
     source = smollm2_source() if target == SMOLLM2 else target
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device)
+    model = load_target(target, dtype, threads)
     return Pair(model, AutoTokenizer.from_pretrained(source), draft_model)
+
+
+def load_target(target: str, dtype: str, threads: int) -> Any:
+    """The target alone, in one precision, on the best device there is."""
+    if threads:
+        torch.set_num_threads(threads)
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    source = smollm2_source() if target == SMOLLM2 else target
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(_best_device())
+
+
+def _best_device() -> torch.device | str:
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return "cpu"
 
 
 def smollm2_source() -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import statistics as stats
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from huggingface_hub import constants
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..machine import device_description
 from .throughput_profile import ThroughputProfile
@@ -52,6 +53,7 @@ def measure_throughput(
     context_length: int = CONTEXT_LENGTH,
     rows: int = 1,
     repeats: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
     on_forward: Callable[[], None] | None = None,
 ) -> ThroughputProfile:
     """
@@ -71,14 +73,22 @@ def measure_throughput(
         rows (`int`, *optional*, defaults to 1):
             B tokens are spread over `min(rows, B)` rows; B must divide evenly.
         repeats (`int`, *optional*, defaults to 7): repetitions that count.
+        clock (callable, *optional*, defaults to `time.perf_counter`):
+            Seconds. `time.process_time` counts this process's work only: right on one thread of a
+            CPU that others use as well, wrong with several threads or an accelerator.
         on_forward (callable, *optional*): called after every forward, for progress bars.
+
+    Raises:
+        `ValueError`: counts that cannot be measured, or more positions than the target has.
     """
     counts = default_token_counts(max(64, rows), rows) if token_counts is None else token_counts
     if 1 not in counts or any(count > rows and count % rows for count in counts):
         raise ValueError(
             f"token_counts must contain 1 and be multiples of rows={rows} above it, found {counts}."
         )
-    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    text = target.config.get_text_config(decoder=True)
+    _check_positions(text, context_length + max(counts) // rows)
+    vocabulary = text.vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (rows, max(context_length, *counts)), generator=generator).to(
         target.device
@@ -92,7 +102,7 @@ def measure_throughput(
         runs[count] = _target_run(target, ids[:num_rows, : count // num_rows], caches[num_rows])
     if drafter is not None:
         runs[0] = _draft_run(target, drafter, ids[:, 0], context_length, generator)
-    seconds = _time_interleaved(runs, repeats, target.device, on_forward)
+    seconds = _time_interleaved(runs, repeats, target.device, clock, on_forward)
     drafting = seconds.pop(0, 0.0)
     return ThroughputProfile(
         tokens=tuple(seconds),
@@ -155,15 +165,30 @@ def automatic_profile(target: PreTrainedModel, drafter: "DSparkDrafter") -> Thro
             "it is kept in %s.",
             path,
         )
+        positions = _most_positions(target.config.get_text_config(decoder=True))
         profile = measure_throughput(
             target,
             drafter,
-            token_counts=default_token_counts(AUTO_MAX_TOKENS),
+            token_counts=default_token_counts(min(AUTO_MAX_TOKENS, positions // 2)),
+            context_length=min(CONTEXT_LENGTH, positions // 2),
             repeats=AUTO_REPEATS,
         )
         _keep(profile, path)
     _measured[digest] = profile
     return profile
+
+
+def _most_positions(text_config: PreTrainedConfig) -> int:
+    return getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+
+
+def _check_positions(text_config: PreTrainedConfig, needed: int) -> None:
+    if needed > _most_positions(text_config):
+        raise ValueError(
+            f"Measuring needs {needed} positions (context and new tokens of a row), and this "
+            f"target has {_most_positions(text_config)}. Use a shorter context_length, fewer "
+            "tokens or more rows."
+        )
 
 
 def _read_kept(path: Path) -> ThroughputProfile | None:
@@ -227,17 +252,18 @@ def _time_interleaved(
     runs: dict[int, Callable[[], None]],
     repeats: int,
     device: torch.device,
+    clock: Callable[[], float],
     on_forward: Callable[[], None] | None,
 ) -> dict[int, float]:
     """Median seconds of each run, in the order of its key."""
     seconds: dict[int, list[float]] = {key: [] for key in runs}
     for repeat in range(-_WARM_UP, repeats):
         for key in sorted(runs, reverse=bool(repeat % 2)):
-            started = time.perf_counter()
+            started = clock()
             runs[key]()
             _wait(device)
             if repeat >= 0:
-                seconds[key].append(time.perf_counter() - started)
+                seconds[key].append(clock() - started)
             if on_forward is not None:
                 on_forward()
     return {key: stats.median(values) for key, values in sorted(seconds.items())}
