@@ -41,8 +41,8 @@ def synthetic(temperatures, rounds, seed=0):
 
 def test_known_temperatures_are_recovered():
     """B122: over- and under-confident positions, within a grid step; ranking unchanged."""
-    known = [2.0, 1.0, 0.5, 3.0]
-    records = synthetic(known, 60_000)
+    known = [2.0, 1.0, 0.5]
+    records = synthetic(known, 20_000)
     fitted = fit_temperatures(records)
     steps = (fitted / torch.tensor(known)).log2().abs() * 16
     assert steps.max() <= 1 + 1e-9

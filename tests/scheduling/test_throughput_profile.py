@@ -115,7 +115,7 @@ def test_counts_to_measure():
         default_token_counts(4, rows=8)
 
 
-def fake_clock(monkeypatch, seconds_of):
+def fake_clock(seconds_of):
     """A clock that a target forward moves by what its number of tokens should take."""
     now = [0.0]
 
@@ -126,17 +126,17 @@ def fake_clock(monkeypatch, seconds_of):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_measurement_is_what_the_clock_said(monkeypatch, rows):
+def test_a_measurement_is_what_the_clock_said(rows):
     """Median over repetitions, in the order of B, with nothing left behind in the target."""
-    target = make_target("qwen3")
-    clock, advance = fake_clock(monkeypatch, lambda tokens: 1.0 + tokens / 10)
+    target, drafter = make_target("qwen3"), make_drafter()
+    clock, advance = fake_clock(lambda tokens: 1.0 + tokens / 10)
     hook = target.register_forward_hook(advance, with_kwargs=True)
     torch.manual_seed(7)
     before = torch.get_rng_state()
     forwards = []
     profile = measure_throughput(
         target,
-        make_drafter(),
+        drafter,
         token_counts=[1, 2, 4, 8],
         context_length=10,
         rows=rows,
@@ -151,7 +151,7 @@ def test_a_measurement_is_what_the_clock_said(monkeypatch, rows):
     assert profile.steps_per_second == pytest.approx(expected)
     assert (profile.rows, profile.context_length) == (rows, 10)
     assert len(forwards) == 5 * (3 + 2)
-    profile.check(profile_facts(target, make_drafter()))
+    profile.check(profile_facts(target, drafter))
     assert {"torch", "transformers"} == set(profile.versions)
 
 

@@ -98,9 +98,13 @@ def replay(
     limits = records.num_verified.clamp(max=most)[: num_steps * rows]
     limits = limits.reshape(num_steps, rows)
     policy = VerificationPolicy(settings, block_size, profile, layout)
-    lengths = torch.stack(
-        [policy.verify_lengths(logits[i], limits[i], load) for i in range(num_steps)]
-    )
+    if settings.verification != SCHEDULED and settings.max_verify_tokens is None:
+        # Rows do not compete, so all steps are decided at once.
+        lengths = policy.verify_lengths(logits.flatten(0, 1), limits.flatten())
+        lengths = lengths.reshape(num_steps, rows)
+    else:
+        steps = zip(logits, limits, strict=True)
+        lengths = torch.stack([policy.verify_lengths(*step, load) for step in steps])
     accepted = records.num_accepted[: num_steps * rows].reshape(num_steps, rows).minimum(lengths)
     widest = lengths.amax(dim=1)
     held = rows * (1 + widest) if layout == PADDED else rows + lengths.sum(dim=1)
