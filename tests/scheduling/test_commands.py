@@ -64,7 +64,8 @@ def test_measure_calibrate_recommend(pair, tmp_path):
 
     output = run("recommend", "--profile", profile_path, "--records", records_path,
                  "--calibration", tmp_path / "calibration.json", "--rows", 2, "--load", 3,
-                 "--plot", tmp_path / "loads.png", "--json", tmp_path / "advice.json").output  # fmt: skip
+                 "--plot", tmp_path / "loads.png",
+                 "--json", tmp_path / "advice.json").output  # fmt: skip
     advice = json.loads((tmp_path / "advice.json").read_text())
     assert (advice["rows"], advice["load"]) == (2, 3)
     assert len(advice["speedups"]) >= 4
