@@ -12,12 +12,16 @@ from ._registration import register
 
 if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
+    from .configuration_eagle3 import Eagle3Config
     from .drafting import DraftBlock, DraftContext
+    from .exporting.export import export_drafter
     from .generation.candidate_generator import DSparkCandidateGenerator
     from .generation.outputs import DSparkDecoderOnlyOutput
     from .generation.statistics import RoundRecord, Statistics, collect_statistics
-    from .loading.dialects import UnsupportedCheckpointError
+    from .loading.detection import UnsupportedCheckpointError
     from .modeling_dspark import DSparkDrafter
+    from .modeling_eagle3 import Eagle3Drafter
+    from .probing import probe_layout
 
 __version__ = "0.1.0"
 
@@ -28,10 +32,14 @@ _NAMES = {
     "DSparkDrafter": "modeling_dspark",
     "DraftBlock": "drafting",
     "DraftContext": "drafting",
+    "Eagle3Config": "configuration_eagle3",
+    "Eagle3Drafter": "modeling_eagle3",
     "RoundRecord": "generation.statistics",
     "Statistics": "generation.statistics",
-    "UnsupportedCheckpointError": "loading.dialects",
+    "UnsupportedCheckpointError": "loading.detection",
     "collect_statistics": "generation.statistics",
+    "export_drafter": "exporting.export",
+    "probe_layout": "probing",
 }
 
 __all__ = [
@@ -41,10 +49,14 @@ __all__ = [
     "DSparkDrafter",
     "DraftBlock",
     "DraftContext",
+    "Eagle3Config",
+    "Eagle3Drafter",
     "RoundRecord",
     "Statistics",
     "UnsupportedCheckpointError",
     "collect_statistics",
+    "export_drafter",
+    "probe_layout",
 ]
 
 

@@ -4,11 +4,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-BACKBONES = ("qwen3", "gemma4_text")
+from .configuration_drafter import DrafterConfig, require_int
+
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
-class DSparkConfig(PreTrainedConfig):
+class DSparkConfig(DrafterConfig):
     r"""
     Configuration of a [`DSparkDrafter`].
 
@@ -26,12 +27,16 @@ class DSparkConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`):
             Taps: target decoder layers whose raw output is read, strictly increasing. -1 is the
             input of the first layer.
-        num_target_layers (`int`):
-            Depth of the target.
+        num_target_layers (`int`, *optional*):
+            Depth of the target. `None` where a published layout does not record it; the taps are
+            then compared with the target's depth when the two meet.
         target_hidden_size (`int`):
             Width of the target's hidden states.
         vocab_size (`int`):
-            Width of the target's logits, which is the width of the draft logits too.
+            V, width of the target's logits. Draft tokens are ids of this vocabulary.
+        draft_vocab_size (`int`, *optional*):
+            V_d, how many of the target's tokens can be drafted; `None` for all of them. With fewer,
+            the drafter's `draft_to_target` says which ones.
         anchor_predicts (`bool`, *optional*, defaults to `True`):
             Block layout. `True`: the anchor slot predicts the first draft token and the block has γ
             slots (DSpark and DeepSpec's DFlash). `False`: the anchor slot is context only and the
@@ -53,12 +58,22 @@ class DSparkConfig(PreTrainedConfig):
             Whether the checkpoint carries its own embedding; otherwise the target's is bound.
         stores_output_embeddings (`bool`, *optional*, defaults to `True`):
             Whether the checkpoint carries its own output head; otherwise the target's is bound.
+        causal_layers (`list[int]`, *optional*):
+            Draft layers in which a block slot sees earlier slots of its block only. In all others
+            the slots see each other in both directions.
+        sliding_window_per_slot (`bool`, *optional*, defaults to `False`):
+            Where the window w of a sliding draft layer is measured from. `False`: from the anchor,
+            so that every slot sees the last w context rows. `True`: from each slot, which sees
+            positions closer than w to its own.
+        unscaled_input_embeddings (`bool`, *optional*, defaults to `False`):
+            Whether the block is embedded with the plain rows of a bound embedding, also where the
+            target's own module scales what it looks up.
         bos_token_id, eos_token_id, pad_token_id (*optional*):
             The target's special tokens when the drafter was trained; compared, never used.
     """
 
     model_type = "dspark"
-    sub_configs: ClassVar[dict[str, type]] = {"backbone_config": PreTrainedConfig}
+    required_facts: ClassVar[tuple[str, ...]] = ("mask_token_id", *DrafterConfig.required_facts)
 
     def __init__(
         self,
@@ -69,6 +84,7 @@ class DSparkConfig(PreTrainedConfig):
         num_target_layers: int | None = None,
         target_hidden_size: int | None = None,
         vocab_size: int | None = None,
+        draft_vocab_size: int | None = None,
         anchor_predicts: bool = True,
         markov_head_type: str | None = None,
         markov_rank: int = 0,
@@ -78,41 +94,40 @@ class DSparkConfig(PreTrainedConfig):
         final_logit_softcapping: float | None = None,
         stores_input_embeddings: bool = True,
         stores_output_embeddings: bool = True,
+        causal_layers: list[int] | None = None,
+        sliding_window_per_slot: bool = False,
+        unscaled_input_embeddings: bool = False,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
         **kwargs: Any,
     ):
-        if isinstance(backbone_config, dict):
-            backbone_config = _backbone_from_dict(backbone_config)
-        # Typed as present: `validate_drafter` refuses a drafter that lacks one of them.
-        self.backbone_config: Any = backbone_config
-        self.block_size: Any = block_size
         self.mask_token_id: Any = mask_token_id
-        self.target_layer_ids: Any = target_layer_ids
-        self.num_target_layers: Any = num_target_layers
-        self.target_hidden_size: Any = target_hidden_size
-        self.vocab_size: Any = vocab_size
         self.anchor_predicts = anchor_predicts
         self.markov_head_type = markov_head_type
         self.markov_rank = markov_rank
         self.confidence_head = confidence_head
         self.confidence_head_with_markov = confidence_head_with_markov
         self.confidence_head_bias = confidence_head_bias
-        self.final_logit_softcapping = final_logit_softcapping
-        self.stores_input_embeddings = stores_input_embeddings
-        self.stores_output_embeddings = stores_output_embeddings
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        # The drafter's embedding and head are the target's; whether the target ties them is its
-        # business.
-        kwargs["tie_word_embeddings"] = False
-        super().__init__(**kwargs)
-        # The host builds `DSparkConfig()` to find defaults; only a config that describes a drafter
-        # is checked.
-        if backbone_config is not None:
-            self.validate_drafter()
+        self.causal_layers = list(causal_layers or [])
+        self.sliding_window_per_slot = sliding_window_per_slot
+        self.unscaled_input_embeddings = unscaled_input_embeddings
+        super().__init__(
+            backbone_config=backbone_config,
+            block_size=block_size,
+            target_layer_ids=target_layer_ids,
+            num_target_layers=num_target_layers,
+            target_hidden_size=target_hidden_size,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            final_logit_softcapping=final_logit_softcapping,
+            stores_input_embeddings=stores_input_embeddings,
+            stores_output_embeddings=stores_output_embeddings,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            **kwargs,
+        )
 
     @property
     def block_width(self) -> int:
@@ -123,68 +138,30 @@ class DSparkConfig(PreTrainedConfig):
         return self.block_size if self.anchor_predicts else self.block_size + 1
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the draft layers."""
-        return self.backbone_config.hidden_size
+    def needs_block_mask(self) -> bool:
+        """Whether some draft layer hides part of its keys from some slots of the block."""
+        types = getattr(self.backbone_config, "layer_types", None) or ()
+        slides = "sliding_attention" in types
+        return bool(self.causal_layers) or (self.sliding_window_per_slot and slides)
 
     def validate_drafter(self) -> None:
         """
         Check every trained fact. Raises `ValueError` naming the field, what was found and what
         fits.
         """
-        for name in (
-            "block_size",
-            "mask_token_id",
-            "target_layer_ids",
-            "num_target_layers",
-            "target_hidden_size",
-            "vocab_size",
-        ):
-            if getattr(self, name) is None:
-                raise ValueError(
-                    f"DSparkConfig needs `{name}`, and it is missing. It was fixed when the "
-                    "drafter was trained and cannot be guessed: take it from the checkpoint's "
-                    "config.json or its author."
-                )
-        for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
-            _require_int(name, getattr(self, name), minimum=1)
-        _require_int("mask_token_id", self.mask_token_id, minimum=0)
-        if self.backbone_config.model_type not in BACKBONES:
-            raise ValueError(
-                f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
-                f"can be built for {', '.join(map(repr, BACKBONES))}."
-            )
+        super().validate_drafter()
+        require_int("mask_token_id", self.mask_token_id, minimum=0)
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} "
                 f"rows (0 to {self.vocab_size - 1}). Check config.json: the two must come from "
                 "the same training."
             )
-        self._validate_taps()
         self._validate_heads()
-
-    def _validate_taps(self) -> None:
-        ids = self.target_layer_ids
-        if not isinstance(ids, list | tuple) or not ids:
-            raise ValueError(
-                f"target_layer_ids must be a non-empty list of layer numbers, found {ids!r}."
-            )
-        for layer in ids:
-            _require_int("target_layer_ids", layer, minimum=-1)
-        if list(ids) != sorted(set(ids)):
-            raise ValueError(
-                f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
-                "projection was trained on one order of the taps."
-            )
-        if ids[-1] >= self.num_target_layers:
-            raise ValueError(
-                f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
-                f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
-                "states (0 = embedding), subtract 1 from each."
-            )
+        self._validate_attention()
 
     def _validate_heads(self) -> None:
-        _require_int("markov_rank", self.markov_rank, minimum=0)
+        require_int("markov_rank", self.markov_rank, minimum=0)
         if self.markov_head_type is not None and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
                 f"markov_head_type is {self.markov_head_type!r}; known types are "
@@ -206,25 +183,13 @@ class DSparkConfig(PreTrainedConfig):
                 f"markov_head_type={self.markov_head_type!r}: that input exists only when both "
                 "heads do."
             )
-        cap = self.final_logit_softcapping
-        if cap is not None and not cap > 0:
-            raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
 
-
-def _require_int(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, found {value!r}.")
-
-
-def _backbone_from_dict(backbone: dict[str, Any]) -> PreTrainedConfig:
-    fields = dict(backbone)
-    model_type = fields.pop("model_type", None)
-    if model_type not in BACKBONES:
-        raise ValueError(
-            f"backbone_config.model_type is {model_type!r}; draft layers can be built for "
-            f"{', '.join(map(repr, BACKBONES))}."
-        )
-    # Here and not above: importing the host's auto classes registers this module with them.
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(model_type, **fields)
+    def _validate_attention(self) -> None:
+        layers = self.backbone_config.num_hidden_layers
+        for layer in self.causal_layers:
+            require_int("causal_layers", layer, minimum=0)
+            if layer >= layers:
+                raise ValueError(
+                    f"causal_layers contains {layer}, but the drafter has {layers} layers, 0 to "
+                    f"{layers - 1}."
+                )

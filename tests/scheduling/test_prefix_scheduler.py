@@ -181,20 +181,22 @@ def test_the_ceiling_holds_for_every_policy(verification, layout):
     assert shared.verify_lengths(None, torch.full((5,), 4)).tolist() == [1, 1, 1, 0, 0]
 
 
-def test_finished_rows_cost_nothing_and_get_nothing():
-    """B062: the budget and the curve know the rows that still generate."""
-    logits = torch.full((4, 4), 2.0)
-    active = torch.tensor([True, False, True, False])
-    limits = torch.full((4,), 4)
+def test_finished_rows_are_forgotten():
+    """B062: what they said two rounds ago adds no capacity for the rows that go on."""
+    limits = torch.full((3,), 4)
     for layout in ("packed", "padded"):
-        for scheduler in ("early_stop", "lagged"):
-            fields = {"verification": "scheduled", "scheduler": scheduler, "max_verify_tokens": 7}
-            some, two = policy(layout=layout, **fields), policy(layout=layout, **fields)
-            for _ in range(4):
-                lengths = some.verify_lengths(logits, limits, 9, active).tolist()
-                expected = two.verify_lengths(logits[:2], limits[:2], 9).tolist()
-                assert lengths == [expected[0], 0, expected[1], 0]
-    assert policy().verify_lengths(None, limits, 0, active).tolist() == [4, 0, 4, 0]
+        fields = {"verification": "scheduled", "scheduler": "lagged", "layout": layout}
+        three, one = policy(**fields), policy(**fields)
+        doubtful = torch.full((1, 4), -1.0)
+        logits = torch.cat((torch.full((1, 4), 9.0), doubtful, torch.full((1, 4), 9.0)))
+        for _ in range(2):
+            three.verify_lengths(logits, limits, 12)
+            one.verify_lengths(doubtful, limits[:1], 12)
+        three.select([1])
+        sure = torch.full((1, 4), 9.0)
+        expected = one.verify_lengths(sure, limits[:1], 12).tolist()
+        assert three.verify_lengths(sure, limits[:1], 12).tolist() == expected
+        assert expected[0] < 4
 
 
 def test_the_lagged_capacity_is_that_of_two_rounds_ago():

@@ -9,58 +9,43 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .options import (
+    Drafter,
+    Dtype,
+    DtypeOption,
+    Json,
+    NewTokens,
+    Target,
+    Threads,
+    Threshold,
+    writable,
+)
+from .scheduling import commands as scheduling_commands
+
 app = typer.Typer(
     name="dspark-hf",
     help="DSpark speculative decoding inside Hugging Face generate().",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(scheduling_commands)
 console = Console()
 errors = Console(stderr=True)
 
 
-class Dtype(StrEnum):
-    """Precisions that a target is loaded in."""
+class ExportLayout(StrEnum):
+    """Layouts that a drafter is written in."""
 
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    auto = "auto"
-
-
-class Layout(StrEnum):
-    """How a target step holds rows of different lengths."""
-
-    padded = "padded"
-    packed = "packed"
+    deepspec = "deepspec"
+    speculators = "speculators"
+    dspark = "dspark"
 
 
-Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
-Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-Threshold = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="Confidence that cuts a block; default: the drafter's own."),
-]
+class SweepAxis(StrEnum):
+    """What the drafters of a sweep differ in."""
 
-
-def _writable(path: Path | None) -> Path | None:
-    """Known before the models load, and not after the whole run."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {path} does not exist")
-    return path
-
-
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", callback=_writable, help="Also write the result as JSON here."),
-]
-
-Plot = Annotated[
-    Path | None, typer.Option(callback=_writable, help="Also draw a picture here (PNG, SVG, PDF).")
-]
+    layers = "layers"
+    block_size = "block-size"
 
 
 def main() -> None:
@@ -108,17 +93,89 @@ def generate(
 def inspect(
     source: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="anchor_first or infill, over what the checkpoint says."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
     from ..loading.description import describe
     from .tables import description_table
 
-    description = describe(source, **({"revision": revision} if revision else {}))
+    hub = {"revision": revision} if revision else {}
+    description = describe(source, block_layout=layout, **hub)
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:
         console.print(description_table(description))
+
+
+@app.command()
+def probe(
+    target: Target,
+    drafter: Drafter,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
+    max_new_tokens: NewTokens = 96,
+    num_anchors: Annotated[int, typer.Option(min=2, help="Anchors to draft behind.")] = 64,
+    dtype: DtypeOption = Dtype.auto,
+    threads: Threads = 0,
+    json_path: Json = None,
+) -> None:
+    """Find out how a drafter's blocks are laid out, by drafting along the target's own text."""
+    from .probing import run_probe
+
+    result = run_probe(
+        console,
+        target,
+        drafter,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        num_anchors=num_anchors,
+        dtype=dtype.value,
+        threads=threads,
+    )
+    _write_json(json_path, result)
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    layout: Annotated[
+        ExportLayout, typer.Option(help="deepspec: vLLM, SGLang. speculators: vLLM. dspark: ours.")
+    ] = ExportLayout.deepspec,
+    target_name: Annotated[
+        str | None, typer.Option(help="Where engines find the target: Hub id or folder.")
+    ] = None,
+    copy_from: Annotated[
+        str | None,
+        typer.Option(help="Target to copy embedding and head from; else engines lend theirs."),
+    ] = None,
+    result: Annotated[
+        Path | None, typer.Option(help="JSON of `evaluate` or `bench`, for the card.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
+    push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+) -> None:
+    """Write a drafter in a layout that other engines serve, with a model card."""
+    from .exporting import run_export
+
+    run_export(
+        console,
+        drafter,
+        folder,
+        layout.value,
+        target_name=target_name,
+        copy_from=copy_from,
+        result=result,
+        license=license,
+        push=push,
+        private=private,
+    )
 
 
 @app.command()
@@ -184,114 +241,66 @@ def bench(
 
 
 @app.command()
-def profile(
-    target: Target,
-    output: Annotated[Path, typer.Option("--output", "-o", callback=_writable, help="JSON file.")],
-    drafter: Annotated[
-        str | None, typer.Option(help="Also measure what a draft of this drafter costs.")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="Target model: Hub id or folder.")],
+    drafters: Annotated[list[str], typer.Argument(help="Drafters: Hub ids or folders.")],
+    output: Annotated[Path, typer.Option(help="Folder for the results; continued if it exists.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with a JSONL file per set; default: the Hub.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 64,
-    context_length: Annotated[int, typer.Option(min=1, help="Positions in the cache.")] = 256,
-    rows: Annotated[int, typer.Option(min=1, help="Rows that the tokens are spread over.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 7,
-    dtype: DtypeOption = Dtype.auto,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Set to use, repeatable; default: all of the folder, or the paper's."),
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per set.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens per prompt.")] = 2048,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="0 is greedy; repeatable; default: 1.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="Confidence that cuts a block; 0 verifies all.")
+    ] = 0.0,
+    plain: Annotated[bool, typer.Option(help="Run plain decoding too, for the speed-up.")] = True,
+    seed: Annotated[int, typer.Option(help="The prompt's index is added to it.")] = 980406,
+    dtype: DtypeOption = Dtype.bfloat16,
     threads: Threads = 0,
-    cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="Count CPU time: for one thread of a shared CPU.")
-    ] = False,
-    plot: Plot = None,
 ) -> None:
-    """Measure how many target steps per second this machine makes, by tokens in the step."""
-    from .profiling import run_profile
+    """Measure accepted length, speed and calibration on prompt sets; tables, JSON and plots."""
+    from ..evaluation.running import EvaluationSettings
+    from .evaluating import run_evaluate
 
-    run_profile(
-        console,
-        target,
-        drafter,
-        output,
-        max_tokens=max_tokens,
-        context_length=context_length,
-        rows=rows,
-        repeats=repeats,
-        dtype=dtype.value,
-        threads=threads,
-        cpu_time=cpu_time,
-        plot=plot,
-    )
-
-
-@app.command()
-def calibrate(
-    target: Target,
-    drafter: Drafter,
-    prompts: Annotated[list[Path], typer.Option(help="JSONL files, one per set; repeatable.")],
-    output: Annotated[Path, typer.Option("--output", "-o", callback=_writable, help="JSON file.")],
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per set to fit on.")] = 16,
-    num_held_out: Annotated[int, typer.Option(min=1, help="Prompts per set to judge on.")] = 8,
-    max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the target; 0 is greedy.")] = 1.0,
-    dtype: DtypeOption = Dtype.auto,
-    threads: Threads = 0,
-    records: Annotated[
-        Path | None,
-        typer.Option(callback=_writable, help="Keep the held-out rounds here, for recommend."),
-    ] = None,
-    save_into: Annotated[
-        Path | None, typer.Option(help="Save the drafter with its temperatures in this folder.")
-    ] = None,
-    plot: Plot = None,
-    sweep_plot: Annotated[
-        Path | None,
-        typer.Option(callback=_writable, help="Picture of what each threshold would do."),
-    ] = None,
-) -> None:
-    """Fit temperatures that make the drafter's confidence mean what it says (STS)."""
-    from .calibrating import run_calibrate
-
-    run_calibrate(
-        console,
-        target,
-        drafter,
-        prompts,
-        output,
-        num_prompts=num_prompts,
-        num_held_out=num_held_out,
+    settings = EvaluationSettings(
+        temperatures=tuple(temperature or (1.0,)),
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
+        seed=seed,
+        confidence_threshold=threshold,
+        with_plain=plain,
+    )
+    run_evaluate(
+        console,
+        target,
+        drafters,
+        output=output,
+        data=data,
+        tasks=task or (),
+        max_prompts=max_prompts,
+        settings=settings,
         dtype=dtype.value,
         threads=threads,
-        records_path=records,
-        save_into=save_into,
-        plot=plot,
-        sweep_plot=sweep_plot,
     )
 
 
 @app.command()
-def recommend(
-    profile_path: Annotated[Path, typer.Option("--profile", help="What `profile` wrote.")],
-    records: Annotated[Path, typer.Option(help="What `calibrate --records` wrote.")],
-    calibration: Annotated[Path | None, typer.Option(help="What `calibrate` wrote.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
-    load: Annotated[int, typer.Option(min=0, help="Tokens of other work in a step.")] = 0,
-    layout: Annotated[Layout, typer.Option(help="How a step holds rows.")] = Layout.padded,
-    plot: Plot = None,
-    json_path: Json = None,
+def sweep(
+    results: Annotated[list[Path], typer.Argument(help="results.json files of evaluations.")],
+    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=writable)],
+    by: Annotated[SweepAxis, typer.Option(help="What the drafters differ in.")] = SweepAxis.layers,
+    temperature: Annotated[float, typer.Option(min=0, help="Which results to show.")] = 1.0,
 ) -> None:
-    """Say which block length and rule pay here, or that no drafter does. Runs no model."""
-    from .recommending import run_recommend
+    """Plot the accepted length of several evaluations against draft depth or block length."""
+    from .evaluating import run_sweep
 
-    result = run_recommend(
-        console,
-        profile_path,
-        records,
-        calibration,
-        rows=rows,
-        load=load,
-        layout=layout.value,
-        plot=plot,
-    )
-    _write_json(json_path, result)
+    run_sweep(console, results, by.value, temperature, output)
 
 
 @app.command()
@@ -307,6 +316,78 @@ def demo(
     from .demonstrating import run_demo
 
     run_demo(console, prompt, max_new_tokens, dtype.value, threads)
+
+
+@app.command()
+def data(
+    target: Target,
+    output: Annotated[Path, typer.Option(help="Folder of rows and provenance; resumed.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSONL of conversations, prompts or turns; repeatable."),
+    ] = None,
+    invent: Annotated[
+        int, typer.Option(min=0, help="Prompts that the target invents, beside or without files.")
+    ] = 0,
+    starters: Annotated[
+        Path | None,
+        typer.Option(help="Text file: beginnings of invented prompts, one per line."),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Every prompt is answered at each; default 0 and 1."),
+    ] = None,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    max_new_tokens: NewTokens = 512,
+    thinking: Annotated[
+        bool | None, typer.Option(help="What the chat template is told; default: nothing.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 64,
+    validation_share: Annotated[float, typer.Option(min=0, max=0.5)] = 0.05,
+    skip_malformed: Annotated[bool, typer.Option(help="Report bad rows and go on.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Precision of the target.")] = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Let the target answer prompts: the on-policy rows that a drafter learns from."""
+    from ..training.collecting import CollectionPlan
+    from .training import run_data
+
+    plan = CollectionPlan(
+        target,
+        tuple(temperature or (0.0, 1.0)),
+        top_p,
+        top_k,
+        max_new_tokens,
+        thinking,
+        validation_share,
+        seed,
+    )
+    run_data(
+        console,
+        plan,
+        prompts=prompts or [],
+        invent=invent,
+        starters=starters,
+        output=output,
+        batch_size=batch_size,
+        skip_malformed=skip_malformed,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file that describes the run.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before filling a disk.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """Train a drafter; an interrupted run goes on from its last checkpoint."""
+    from .training import run_train
+
+    run_train(console, config, yes, threads)
 
 
 def _write_json(path: Path | None, result: dict) -> None:

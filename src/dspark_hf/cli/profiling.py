@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..modeling_dspark import DSparkDrafter
 from ..scheduling.profiling import default_token_counts, measure_throughput
 from ..scheduling.throughput_profile import ThroughputProfile
 from . import plots
 from .models import load_target
+from .probing import load_drafter
 
 
 def run_profile(
@@ -36,10 +36,11 @@ def run_profile(
     if cpu_time and threads != 1:
         raise typer.BadParameter("--cpu-time is right on one thread only; add --threads 1")
     counts = default_token_counts(max_tokens, rows)
-    model = load_target(target, dtype, threads)
+    model, _ = load_target(target, dtype, threads)
     draft_model = None
     if drafter is not None:
-        draft_model = DSparkDrafter.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+        draft_model, _ = load_drafter(drafter, model.dtype)
+        draft_model = draft_model.to(model.device)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=None)
         profile = measure_throughput(

@@ -17,13 +17,13 @@ from transformers.generation.logits_process import (
 )
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..modeling_drafter import DrafterModel
     from .statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-_WARNED_PAIRS: "weakref.WeakSet[DSparkDrafter]" = weakref.WeakSet()
-_WARNED_USELESS: "weakref.WeakSet[DSparkDrafter]" = weakref.WeakSet()
+_WARNED_PAIRS: "weakref.WeakSet[DrafterModel]" = weakref.WeakSet()
+_WARNED_USELESS: "weakref.WeakSet[DrafterModel]" = weakref.WeakSet()
 # Rounds without a single accepted token before a drafter is called useless.
 _ROUNDS_TO_JUDGE = 8
 
@@ -34,7 +34,7 @@ _STATEFUL_PROCESSORS = (
 )
 
 
-def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
+def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
     """
     Compare the facts a drafter was trained with and the target it is given.
 
@@ -60,13 +60,20 @@ def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
         ("vocabulary", text.vocab_size, config.vocab_size),
     )
     for name, found, expected in facts:
-        if found != expected:
+        # Not every published layout records the target's depth.
+        if expected is not None and found != expected:
             raise ValueError(
                 f"This drafter was trained for another target: the target's {name} is {found}, "
                 f"the drafter expects {expected}. Load the target named in the drafter's model "
                 "card, or a drafter made for "
                 f"{target.config.name_or_path or type(target).__name__}."
             )
+    deepest = max(config.target_layer_ids)
+    if deepest >= text.num_hidden_layers:
+        raise ValueError(
+            f"This drafter reads the output of layer {deepest}, and the target has layers 0 to "
+            f"{text.num_hidden_layers - 1}. Load the target named in the drafter's model card."
+        )
     stop_ids = _as_set(text.eos_token_id) | _as_set(target.generation_config.eos_token_id)
     if config.mask_token_id in stop_ids:
         raise ValueError(
@@ -179,7 +186,7 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             )
 
 
-def warn_if_useless(drafter: "DSparkDrafter", statistics: "Statistics") -> None:
+def warn_if_useless(drafter: "DrafterModel", statistics: "Statistics") -> None:
     """Say once per drafter that it never got a token accepted, or never proposed one."""
     if statistics.rounds < _ROUNDS_TO_JUDGE or statistics.accepted or drafter in _WARNED_USELESS:
         return

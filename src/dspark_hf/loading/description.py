@@ -3,23 +3,32 @@
 import math
 from typing import Any
 
-from ..modeling_dspark import DSparkDrafter
+from ..auto import drafter_class
+from ..configuration_drafter import DrafterConfig
+from ..configuration_dspark import DSparkConfig
 from .checkpoint import read_facts
-from .dialects import ignored_keys
-from .files import num_bytes
+from .files import num_bytes, read_config
 
 
-def describe(source: str, **hub: Any) -> dict[str, Any]:
+def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[str, Any]:
     """
     The normalised facts of a drafter checkpoint, JSON-ready.
 
     Only config.json and the headers of the weight files are read; on the Hub only those travel.
+    `origins` says for each fact which key of config.json it came from; an entry that starts with
+    `=` followed from the layout or the tensors. `warnings` names contradictions and silences.
+
+    Args:
+        source (`str`): folder or Hub id.
+        block_layout (`str`, *optional*):
+            `"anchor_first"` or `"infill"`, over what the checkpoint says.
 
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
-    facts = read_facts(DSparkDrafter, source, download_weights=False, **hub)
-    config, tensors = facts.config, facts.tensors
+    cls = drafter_class(read_config(source, **hub))
+    facts = read_facts(cls, source, download_weights=False, block_layout=block_layout, **hub)
+    config, tensors, reading = facts.config, facts.tensors, facts.reading
     bound = []
     if not config.stores_input_embeddings:
         bound.append("embedding")
@@ -29,27 +38,69 @@ def describe(source: str, **hub: Any) -> dict[str, Any]:
         "source": source,
         "dialect": facts.dialect,
         "architecture": (facts.raw_config.get("architectures") or [None])[0],
-        "family": "dspark" if config.markov_head_type or config.confidence_head else "dflash",
+        "family": _family(config),
         "block_size": config.block_size,
-        "block_width": config.block_width,
-        "anchor_predicts": config.anchor_predicts,
-        "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
+        "hidden_states_indices": [layer + 1 for layer in config.target_layer_ids],
         "num_target_layers": config.num_target_layers,
         "target_hidden_size": config.target_hidden_size,
         "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "backbone": config.backbone_config.model_type,
         "num_draft_layers": config.backbone_config.num_hidden_layers,
-        "markov_head": config.markov_head_type,
-        "markov_rank": config.markov_rank,
-        "confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_head_with_markov,
+        "rope": _rotary(config),
+        "interleaved_rotary": reading.interleaved_rotary,
+        **(_block_facts(config) if isinstance(config, DSparkConfig) else {}),
         "final_logit_softcapping": config.final_logit_softcapping,
         "bound_from_target": bound,
+        "draft_sampling": "greedy" if reading.greedy_drafts else "sample",
         "num_tensors": len(tensors),
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
         "num_bytes": sum(num_bytes(tensor) for tensor in tensors.values()),
         "stored_dtypes": sorted({tensor.dtype for tensor in tensors.values()}),
         "files": sorted({tensor.file for tensor in tensors.values()}),
-        "ignored_config_keys": ignored_keys(facts.raw_config, facts.dialect),
+        "renamed_tensors": reading.renames,
+        "ignored_tensors": sorted(reading.unneeded),
+        "ignored_config_keys": reading.unread,
+        "origins": reading.origins,
+        "warnings": reading.warnings,
     }
+
+
+def _family(config: DrafterConfig) -> str:
+    if not isinstance(config, DSparkConfig):
+        return "eagle3"
+    return "dspark" if config.markov_head_type or config.confidence_head else "dflash"
+
+
+def _block_facts(config: DSparkConfig) -> dict[str, Any]:
+    """What only drafters of whole blocks have."""
+    return {
+        "block_width": config.block_width,
+        "anchor_predicts": config.anchor_predicts,
+        "mask_token_id": config.mask_token_id,
+        "markov_head": config.markov_head_type,
+        "markov_rank": config.markov_rank,
+        "confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_head_with_markov,
+        "windows": _windows(config),
+        "window_measured_from": "slot" if config.sliding_window_per_slot else "anchor",
+        "causal_layers": config.causal_layers,
+        "unscaled_input_embeddings": config.unscaled_input_embeddings,
+    }
+
+
+def _windows(config: DSparkConfig) -> list[int | None]:
+    """Sliding window of every draft layer, `None` for full attention."""
+    backbone = config.backbone_config
+    if backbone.model_type != "qwen3":
+        return [None] * backbone.num_hidden_layers
+    return [
+        backbone.sliding_window if kind == "sliding_attention" else None
+        for kind in backbone.layer_types
+    ]
+
+
+def _rotary(config: DrafterConfig) -> dict[str, Any]:
+    rope = dict(config.backbone_config.rope_parameters)
+    return rope.get("full_attention", rope)

@@ -26,8 +26,10 @@ HUB_ARGUMENTS = (
     "token",
 )
 
-# Bytes per element of the types a drafter may be stored in. Anything else is quantised.
+# Bytes per element of the types a drafter's weights may be stored in. Anything else is quantised.
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+# Those of the map of a reduced vocabulary.
+_ID_BYTES = {"I64": 8, "I32": 4, "BOOL": 1, "U8": 1, "I8": 1, "I16": 2}
 
 _NOT_WRITABLE = (errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EROFS)
 
@@ -152,8 +154,8 @@ def read_tensors_remotely(source: str, **hub: Any) -> dict[str, TensorInfo]:
 
 
 def num_bytes(tensor: TensorInfo) -> int:
-    """Stored size of a floating-point tensor in bytes."""
-    return math.prod(tensor.shape) * FLOAT_BYTES[tensor.dtype]
+    """Stored size of a tensor in bytes."""
+    return math.prod(tensor.shape) * {**FLOAT_BYTES, **_ID_BYTES}[tensor.dtype]
 
 
 def _read_index(path: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from .settings import check_temperatures
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..modeling_dspark import DSparkDrafter
+    from ..modeling_drafter import DrafterModel
 
 # 1/8 to 8 in steps of 4.4 %; the paper gives no grid. 1 is on it.
 TEMPERATURE_GRID = torch.tensor([2.0 ** (i / 16) for i in range(-48, 49)], dtype=torch.float64)
@@ -147,7 +147,7 @@ class Calibration:
     ece_after: float | None = None
     facts: dict[str, Any] | None = None
 
-    def apply_to(self, drafter: "DSparkDrafter") -> None:
+    def apply_to(self, drafter: "DrafterModel") -> None:
         """
         Make the temperatures the drafter's own default; `save_pretrained` keeps them.
 
@@ -195,7 +195,7 @@ class Calibration:
         return cls(**{**values, "temperatures": temperatures})
 
 
-def confidence_fingerprint(drafter: "DSparkDrafter") -> str:
+def confidence_fingerprint(drafter: "DrafterModel") -> str:
     """
     What tells drafters apart here: γ and the confidence head's weights, in bfloat16, so that the
     precision a drafter is loaded in does not matter.
@@ -203,13 +203,14 @@ def confidence_fingerprint(drafter: "DSparkDrafter") -> str:
     Raises:
         `ValueError`: a drafter without a confidence head.
     """
-    if drafter.confidence_head is None:
+    head = getattr(drafter, "confidence_head", None)
+    if head is None:
         raise ValueError(
             "This drafter has no confidence head, so there is nothing to calibrate. Use a drafter "
             "that has one; `dspark-hf inspect` tells."
         )
     digest = hashlib.sha256(str(drafter.config.block_size).encode())
-    for name, tensor in sorted(drafter.confidence_head.state_dict().items()):
+    for name, tensor in sorted(head.state_dict().items()):
         raw = tensor.detach().cpu().bfloat16().contiguous().view(torch.uint8)
         digest.update(name.encode() + raw.numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -217,7 +218,7 @@ def confidence_fingerprint(drafter: "DSparkDrafter") -> str:
 
 def collect_acceptance(
     target: "PreTrainedModel",
-    drafter: "DSparkDrafter",
+    drafter: "DrafterModel",
     prompts: list[dict[str, torch.Tensor]],
     on_prompt: Callable[[], None] | None = None,
     **generate_options: Any,
@@ -227,7 +228,7 @@ def collect_acceptance(
 
     Args:
         target (`PreTrainedModel`): the model.
-        drafter ([`DSparkDrafter`]): with a confidence head.
+        drafter ([`DrafterModel`]): with a confidence head.
         prompts (`list[dict]`): inputs of `generate`, one sequence each.
         on_prompt (callable, *optional*): called after every prompt.
         generate_options: for `generate`: `max_new_tokens`, `do_sample`, `temperature`, ….

@@ -61,7 +61,6 @@ class VerificationPolicy:
         confidence_logits: torch.Tensor | None,
         limits: torch.Tensor,
         load: int = 0,
-        active: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Verify lengths of this round.
@@ -74,8 +73,6 @@ class VerificationPolicy:
                 Most tokens of each row that can be of use. May depend on the drafted tokens as long
                 as whether token k counts depends on tokens before it only.
             load (`int`, *optional*, defaults to 0): tokens of other work in the step.
-            active (`torch.Tensor` of shape `(R,)`, *optional*):
-                Rows that still generate (bool, on the CPU). The others get 0 and cost nothing.
 
         Returns:
             `torch.Tensor` of shape `(R,)`, int64, on the device of `limits`.
@@ -84,10 +81,6 @@ class VerificationPolicy:
         verification, ceiling = settings.verification, settings.max_verify_tokens
         if confidence_logits is None and verification != FULL:
             raise ValueError(f"dspark_verification={verification!r} needs confidence logits.")
-        num_rows = limits.shape[0]
-        if active is not None:
-            num_rows, active = int(active.sum()), active.to(limits.device)
-            limits = limits * active
         if verification == THRESHOLD:
             kept = threshold_lengths(confidence_logits, settings.confidence_threshold)
             limits = limits.minimum(kept)
@@ -96,10 +89,14 @@ class VerificationPolicy:
         survival = self._survival(confidence_logits, limits)
         count = torch.tensor(survival.numel(), device=survival.device)
         if self._profile is not None and verification == SCHEDULED:
-            count = self._scheduled(self._profile, survival, active, num_rows, load)
+            count = self._scheduled(self._profile, survival, load)
         if ceiling is not None:
-            count = count.clamp(max=most_units(ceiling, num_rows, self.layout))
+            count = count.clamp(max=most_units(ceiling, len(limits), self.layout))
         return admit(survival, count, self.layout)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these of the rows; the others are finished and cost nothing any more."""
+        self._history = deque((survival[rows] for survival in self._history), maxlen=_LAG)
 
     def _survival(
         self, confidence_logits: torch.Tensor | None, limits: torch.Tensor
@@ -116,12 +113,7 @@ class VerificationPolicy:
         return keep_prefix(survival, limits)
 
     def _scheduled(
-        self,
-        profile: ThroughputProfile,
-        survival: torch.Tensor,
-        active: torch.Tensor | None,
-        num_rows: int,
-        load: int,
+        self, profile: ThroughputProfile, survival: torch.Tensor, load: int
     ) -> torch.Tensor:
         """Units to admit. `"lagged"` searches the confidences of two rounds ago."""
         search, searched = early_stop, survival
@@ -129,13 +121,10 @@ class VerificationPolicy:
             # The first rounds have no predecessor and use the rule that needs none.
             if len(self._history) == _LAG:
                 search, searched = best_count, self._history[0]
-                if active is not None:
-                    searched = searched * active[:, None]
             self._history.append(survival)
         gains = admission_gains(searched, self.layout)
-        curve = self._curve(profile, num_rows, load).to(gains.device)
-        size = min(len(curve), len(gains) + 1)
-        return search(throughput(gains[: size - 1], curve[:size], num_rows + load))
+        curve = self._curve(profile, len(survival), load).to(gains.device)
+        return search(throughput(gains, curve, len(survival) + load))
 
     def _curve(self, profile: ThroughputProfile, num_rows: int, load: int) -> torch.Tensor:
         """SPS of steps with 0…N units."""

@@ -15,11 +15,11 @@ import transformers
 from huggingface_hub import constants
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ..machine import device_description
+from ..evaluation.provenance import processor_name
 from .throughput_profile import ThroughputProfile
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..modeling_drafter import DrafterModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def default_token_counts(max_tokens: int, rows: int = 1) -> list[int]:
 @torch.no_grad()
 def measure_throughput(
     target: PreTrainedModel,
-    drafter: "DSparkDrafter | None" = None,
+    drafter: "DrafterModel | None" = None,
     *,
     token_counts: list[int] | None = None,
     context_length: int = CONTEXT_LENGTH,
@@ -65,7 +65,7 @@ def measure_throughput(
 
     Args:
         target (`PreTrainedModel`): the model, where it will run.
-        drafter ([`DSparkDrafter`], *optional*):
+        drafter ([`DrafterModel`], *optional*):
             also time one block of it, context update included: `draft_seconds`.
         token_counts (`list[int]`, *optional*):
             B to measure, 1 among them; `default_token_counts(64, rows)` by default.
@@ -116,7 +116,7 @@ def measure_throughput(
 
 
 def profile_facts(
-    target: PreTrainedModel, drafter: "DSparkDrafter | None" = None
+    target: PreTrainedModel, drafter: "DrafterModel | None" = None
 ) -> dict[str, str | None]:
     """
     What throughput depends on and two profiles are compared by. Sizes, not names: a fine-tuned copy
@@ -130,7 +130,7 @@ def profile_facts(
         described += f", {method['quant_method']}"
     return {
         "target": described,
-        "device": device_description(target.device),
+        "device": _device_description(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": text._attn_implementation,
         "drafter": None
@@ -142,7 +142,7 @@ def profile_facts(
     }
 
 
-def automatic_profile(target: PreTrainedModel, drafter: "DSparkDrafter") -> ThroughputProfile:
+def automatic_profile(target: PreTrainedModel, drafter: "DrafterModel") -> ThroughputProfile:
     """
     The profile of `dspark_throughput_profile="auto"`: measured once for what it depends on and kept
     in the cache folder of the Hub library.
@@ -176,6 +176,14 @@ def automatic_profile(target: PreTrainedModel, drafter: "DSparkDrafter") -> Thro
         _keep(profile, path)
     _measured[digest] = profile
     return profile
+
+
+def _device_description(device: torch.device) -> str:
+    """The accelerator by name, or the CPU and its threads."""
+    if device.type == "cpu":
+        return f"cpu, {processor_name()}, {torch.get_num_threads()} thread(s)"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else f"{device.type}, {name(device)}"
 
 
 def _most_positions(text_config: PreTrainedConfig) -> int:
@@ -228,7 +236,7 @@ def _target_run(
 
 def _draft_run(
     target: PreTrainedModel,
-    drafter: "DSparkDrafter",
+    drafter: "DrafterModel",
     anchor_ids: torch.Tensor,
     context_length: int,
     generator: torch.Generator,
@@ -238,12 +246,20 @@ def _draft_run(
     features = torch.randn(rows, context_length, width, generator=generator)
     features = features.to(target.device, target.dtype)
     context = drafter.new_context(rows, target=target)
-    drafter.extend(context, features)
+
+    def extend(length: int) -> None:
+        # An autoregressive drafter reads the tokens that follow each position as well.
+        paired = {"token_ids": anchor_ids[:, None].expand(rows, length)}
+        drafter.extend(
+            context, features[:, :length], **(paired if drafter.is_autoregressive else {})
+        )
 
     def run() -> None:
         # A round hands the drafter the features of what it committed: two tokens here.
-        drafter.extend(context, features[:, :2])
+        extend(2)
         drafter.draft(context, anchor_ids)
+
+    extend(context_length)
 
     return run
 

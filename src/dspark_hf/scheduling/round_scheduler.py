@@ -17,7 +17,7 @@ from .skipping import DraftSkipper
 from .throughput_profile import ThroughputProfile
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..modeling_drafter import DrafterModel
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RoundScheduler:
     Args:
         settings ([`SchedulingSettings`]): the fields of the call.
         target (`PreTrainedModel`): the model that verifies.
-        drafter ([`DSparkDrafter`]): the model that drafts.
+        drafter ([`DrafterModel`]): the model that drafts.
         num_rows (`int`): R at the start of the call.
         layout (`str`, *optional*, defaults to `"padded"`):
             how the target step holds rows of different lengths.
@@ -43,7 +43,7 @@ class RoundScheduler:
         self,
         settings: SchedulingSettings,
         target: PreTrainedModel,
-        drafter: "DSparkDrafter",
+        drafter: "DrafterModel",
         num_rows: int,
         layout: str = PADDED,
     ):
@@ -93,13 +93,16 @@ class RoundScheduler:
         self,
         confidence_logits: torch.Tensor | None,
         limits: torch.Tensor,
-        active: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         How many draft tokens each row submits; see [`VerificationPolicy.verify_lengths`], with the
         load of the moment.
         """
-        return self._policy.verify_lengths(confidence_logits, limits, self.load, active)
+        return self._policy.verify_lengths(confidence_logits, limits, self.load)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these of the rows; the others are finished."""
+        self._policy.select(rows)
 
     def submit(self, num_tokens: int, drafted: bool) -> None:
         """
@@ -121,10 +124,10 @@ class RoundScheduler:
 
 
 def _effective(
-    settings: SchedulingSettings, target: PreTrainedModel, drafter: "DSparkDrafter"
+    settings: SchedulingSettings, target: PreTrainedModel, drafter: "DrafterModel"
 ) -> tuple[SchedulingSettings, ThroughputProfile | None]:
     """The settings without what this drafter or a missing profile makes impossible, said once."""
-    if settings.verification != FULL and not drafter.config.confidence_head:
+    if settings.verification != FULL and not _has_confidence_head(drafter):
         logger.warning(
             "dspark_verification=%r needs a confidence head, and this drafter has none; every "
             "drafted token is verified.",
@@ -154,8 +157,12 @@ def _effective(
     return settings, profile
 
 
+def _has_confidence_head(drafter: "DrafterModel") -> bool:
+    return getattr(drafter, "confidence_head", None) is not None
+
+
 def _read_profile(
-    value: Any, target: PreTrainedModel, drafter: "DSparkDrafter"
+    value: Any, target: PreTrainedModel, drafter: "DrafterModel"
 ) -> ThroughputProfile | None:
     if value is None:
         return None
