@@ -74,10 +74,22 @@ def test_no_data_is_the_identity():
 
 def test_ties_go_to_the_temperature_closest_to_one():
     """Where every temperature is equally wrong, nothing is changed."""
-    records = AcceptanceRecords(torch.zeros(100, 2), torch.zeros(100).long(), torch.full((100,), 2))
+    accepted = torch.tensor([0, 2]).repeat(50)
+    records = AcceptanceRecords(torch.zeros(100, 2), accepted, torch.full((100,), 2))
     assert fit_temperatures(records).tolist() == [1.0, 1.0]
     assert 1.0 in TEMPERATURE_GRID
     assert (TEMPERATURE_GRID.min(), TEMPERATURE_GRID.max()) == (0.125, 8.0)
+
+
+def test_a_handful_of_outcomes_is_no_data():
+    """Fewer than 20 rounds of either kind leave a position as it is."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(400, 1, generator=generator)
+    for survived, is_fitted in ((19, False), (20, True), (380, True), (381, False)):
+        # The rounds that survive have nothing to do with the confidences: hotter is better.
+        accepted = (torch.randperm(400, generator=generator) < survived).long()
+        fitted = fit_temperatures(AcceptanceRecords(logits, accepted, torch.full((400,), 1)))
+        assert (fitted[0] != 1) == is_fitted
 
 
 def test_survival_is_cumulative():

@@ -56,7 +56,7 @@ def plot_profile(profile: ThroughputProfile, path: Path) -> None:
             1000 * profile.draft_seconds, color=GREEN, linestyle="--", label="drafting a block"
         )
     left.legend(frameon=False)
-    right.plot(counts, counts * profile.rounds_per_second(counts), color=BLUE)
+    right.plot(counts, counts / seconds, color=BLUE)
     right.set(xlabel="tokens in the step, B", ylabel="tokens per second, B · SPS(B)")
     for axes in (left, right):
         _tidy(axes)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # 1/8 to 8 in steps of 4.4 %; the paper gives no grid. 1 is on it.
 TEMPERATURE_GRID = torch.tensor([2.0 ** (i / 16) for i in range(-48, 49)], dtype=torch.float64)
 
+# Fewest rounds of either outcome that say anything about a temperature.
+_MIN_OUTCOMES = 20
+
 
 def survival_predictions(
     confidence_logits: torch.Tensor, temperatures: torch.Tensor | None = None
@@ -54,7 +57,7 @@ def fit_temperatures(records: AcceptanceRecords) -> torch.Tensor:
     """
     Temperatures by STS: for k = 1…γ in order, the one of the grid with the smallest expected
     calibration error of the cumulative product, earlier ones fixed. Equals go to the one closest to
-    1; a position without data keeps 1.
+    1; a position that fewer than 20 rounds survived, or fewer than 20 did not, keeps 1.
 
     Returns:
         `torch.Tensor` of shape `(γ,)`, float64.
@@ -66,9 +69,10 @@ def fit_temperatures(records: AcceptanceRecords) -> torch.Tensor:
     for k in range(records.block_size):
         logits = records.confidence_logits[:, k].double()
         judged = records.judged(k)
-        if judged.any():
+        outcomes = records.survived(k)[judged]
+        if min(int(outcomes.sum()), int((~outcomes).sum())) >= _MIN_OUTCOMES:
             predictions = prefix * (logits / grid[:, None]).sigmoid()
-            errors = expected_calibration_error(predictions[:, judged], records.survived(k)[judged])
+            errors = expected_calibration_error(predictions[:, judged], outcomes)
             temperatures[k] = grid[errors.argmin()]
         prefix = prefix * (logits / temperatures[k]).sigmoid()
     return temperatures
