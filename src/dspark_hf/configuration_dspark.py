@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-BACKBONES = ("qwen3", "gemma4_text")
+BACKBONES = ("qwen3", "gemma4_text", "deepseek_v4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
@@ -16,8 +16,8 @@ class DSparkConfig(PreTrainedConfig):
 
     Args:
         backbone_config (`PreTrainedConfig` or `dict`):
-            Configuration of the draft layers, in the host library's own class (`qwen3` or
-            `gemma4_text`).
+            Configuration of the draft layers, in the host library's own class (`qwen3`,
+            `gemma4_text` or `deepseek_v4`).
         block_size (`int`):
             γ, the number of tokens drafted per round. The drafter always runs at this trained
             width.
@@ -154,6 +154,8 @@ class DSparkConfig(PreTrainedConfig):
                 f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
                 f"can be built for {', '.join(map(repr, BACKBONES))}."
             )
+        if self.backbone_config.model_type == "deepseek_v4":
+            self._validate_deepseek_v4()
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} "
@@ -182,6 +184,16 @@ class DSparkConfig(PreTrainedConfig):
                 f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
                 "states (0 = embedding), subtract 1 from each."
             )
+
+    def _validate_deepseek_v4(self) -> None:
+        backbone = self.backbone_config
+        for name, expected in (("layer_types", "sliding_attention"), ("mlp_layer_types", "moe")):
+            found = set(getattr(backbone, name))
+            if found != {expected}:
+                raise ValueError(
+                    f"backbone_config.{name} has {sorted(found)}; DeepSeek-V4 draft layers are all "
+                    f"{expected!r}. The list was copied from the target."
+                )
 
     def _validate_heads(self) -> None:
         _require_int("markov_rank", self.markov_rank, minimum=0)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from .backbones import dense, gemma4, get_backbone
+from .backbones import deepseek_v4, dense, gemma4, get_backbone
 from .configuration_dspark import DSparkConfig
 from .drafting import DraftBlock, DraftContext, probabilities, sample
 from .heads import ConfidenceHead, build_markov_head
@@ -38,14 +38,17 @@ class DSparkPreTrainedModel(PreTrainedModel):
     main_input_name = "context_features"
     # What `generate` and pipelines recognise a drafter by.
     is_dspark_drafter = True
-    _no_split_modules: ClassVar[list[str]] = [dense.DECODER_LAYER, gemma4.DECODER_LAYER]
+    _no_split_modules: ClassVar[list[str]] = [
+        family.DECODER_LAYER for family in (dense, gemma4, deepseek_v4)
+    ]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        get_backbone(self.config.backbone_config.model_type).initialize_weights(module)
+        family = get_backbone(self.config.backbone_config.model_type)
+        family.initialize_weights(module, getattr(self.config, "initializer_range", 0.02))
 
 
 class DSparkDrafter(DSparkPreTrainedModel):
@@ -59,7 +62,12 @@ class DSparkDrafter(DSparkPreTrainedModel):
     """
 
     def __init__(self, config: DSparkConfig):
+        family = get_backbone(config.backbone_config.model_type)
+        if family.EAGER_ONLY:
+            # Before the host chooses a kernel.
+            self._supports_sdpa = self._supports_flash_attn = False
         super().__init__(config)
+        self._keep_in_fp32_modules_strict = set(family.FLOAT32_MODULES)
         backbone = config.backbone_config
         # The draft layers read their own config; the host settles the attention kernel on the outer
         # one.
@@ -256,7 +264,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 All committed tokens up to the anchor; what the processors see in front of the
                 drafted path.
         """
-        hidden = self._run_block(context, anchor_ids.to(self.device))
+        hidden, confidence_features = self._run_block(context, anchor_ids.to(self.device))
         base_logits = self._base_logits(context, hidden)
         path = anchor_ids[:, None] if input_ids is None else input_ids
         path = path.to(self.device)
@@ -281,7 +289,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
         confidence = None
         if self.confidence_head is not None:
             confidence = self.confidence_head(
-                hidden, torch.stack(embedded, dim=1) if embedded else None
+                confidence_features, torch.stack(embedded, dim=1) if embedded else None
             )
         return DraftBlock(
             torch.stack(tokens, dim=1), torch.stack(logits, dim=1), base_logits, hidden, confidence
@@ -298,8 +306,13 @@ class DSparkDrafter(DSparkPreTrainedModel):
         self.extend(context, context_features)
         return self.draft(context, anchor_ids, **kwargs)
 
-    def _run_block(self, context: DraftContext, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """Backbone over `[anchor, mask, …]`: hidden states `(R, γ, H)` of the predicting slots."""
+    def _run_block(
+        self, context: DraftContext, anchor_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Backbone over `[anchor, mask, …]`: what the output head and the confidence head read at the
+        predicting slots, `(R, γ, H)` each.
+        """
         block = anchor_ids.new_full(
             (anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id
         )
@@ -310,8 +323,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         rotary = self._rotary(hidden, context.position, block.shape[1])
         for layer in self.layers:
             hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache)
-        hidden = self.norm(hidden)
-        return hidden if self.config.anchor_predicts else hidden[:, 1:]
+        hidden, confidence_features = self.backbone.read_out(self, hidden)
+        first = 0 if self.config.anchor_predicts else 1
+        return hidden[:, first:], confidence_features[:, first:]
 
     def _base_logits(self, context: DraftContext, hidden: torch.Tensor) -> torch.Tensor:
         head = context.output_embeddings

@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_dspark import DSparkConfig
+from . import deepseek_v4
+from .deepseek_v4 import DEEPSEEK_V4
 from .dialects import DSPARK, detect_dialect, normalise
 from .files import (
     FLOAT_BYTES,
@@ -36,6 +38,11 @@ class CheckpointFacts:
     config: DSparkConfig
     tensors: dict[str, TensorInfo]
 
+    @property
+    def files(self) -> list[str]:
+        """Weight files that hold the drafter."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
 
 def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> CheckpointFacts:
     """
@@ -52,12 +59,14 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     """
     raw = read_config(source, **hub)
     # Refuse foreign layouts before gigabytes travel; tensor names are looked at again below.
-    detect_dialect(raw, source)
-    tensors = (read_tensors if download_weights else read_tensors_remotely)(source, **hub)
+    dialect = detect_dialect(raw, source)
+    read = read_tensors if download_weights else read_tensors_remotely
+    wanted = deepseek_v4.is_stored_part if dialect == DEEPSEEK_V4 else None
+    tensors = read(source, wanted, **hub)
     dialect = detect_dialect(raw, source, tensors)
     try:
-        config = normalise(raw, dialect, source, tensors)
-        check_tensors(cls, config, tensors, source)
+        config = normalise(raw, dialect, source, tensors, **hub)
+        check_tensors(cls, config, tensors, source, dialect)
     except _MALFORMED as error:
         raise ValueError(
             f"{source}: config.json describes a drafter that cannot be built "
@@ -67,17 +76,25 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
 
 
 def check_tensors(
-    cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo], source: str
+    cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo], source: str, dialect: str
 ) -> None:
     """
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
     differences.
     """
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-    quantised = sorted(
-        name for name in set(expected) & set(tensors) if tensors[name].dtype not in FLOAT_BYTES
-    )
+    own = _own_tensors(cls, config)
+    expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    quantised = []
+    if dialect == DEEPSEEK_V4:
+        deepseek_v4.check_dtypes(tensors, source)
+        expected = deepseek_v4.stored_shapes(expected, config, tensors)
+    else:
+        # Experts that stay packed are bytes in our own layout too.
+        quantised = sorted(
+            name
+            for name in set(expected) & set(tensors)
+            if tensors[name].dtype not in (FLOAT_BYTES if own[name].is_floating_point() else ("U8",))
+        )
     if quantised:
         raise ValueError(
             f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for "
@@ -99,6 +116,11 @@ def check_tensors(
             f"{source}: the weights do not fit config.json: {'; '.join(problems[:8])}{more}. "
             "The two come from different checkpoints, or the files are incomplete."
         )
+
+
+def _own_tensors(cls: type, config: DSparkConfig) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        return cls(config).state_dict()
 
 
 def load_drafter(
@@ -137,9 +159,15 @@ def load_drafter(
     if stored is not None:
         generation_config = GenerationConfig.from_pretrained(os.path.dirname(stored))
     want_info = kwargs.pop("output_loading_info", False)
+    origin: str | None = source
+    if facts.dialect == DEEPSEEK_V4:
+        origin, kwargs["state_dict"] = None, _read_embedded(cls, facts, **hub)
+        for name in HUB_ARGUMENTS:
+            kwargs.pop(name, None)
     drafter, info = host_from_pretrained(
-        source, *args, config=config, output_loading_info=True, **kwargs
+        origin, *args, config=config, output_loading_info=True, **kwargs
     )
+    drafter.config.name_or_path = source
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
@@ -148,3 +176,10 @@ def load_drafter(
     if generation_config is not None:
         drafter.generation_config = generation_config
     return (drafter, info) if want_info else drafter
+
+
+def _read_embedded(cls: type, facts: CheckpointFacts, **hub: Any) -> dict[str, torch.Tensor]:
+    local = {file: fetch(facts.source, file, **hub) for file in facts.files}
+    paths = {name: str(local[tensor.file]) for name, tensor in facts.tensors.items()}
+    with deepseek_v4.StoredDrafter(paths) as stored:
+        return stored.state_dict(_own_tensors(cls, facts.config), facts.config)

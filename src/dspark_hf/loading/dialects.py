@@ -6,10 +6,13 @@ because the same strings mean different things in different layouts. Nothing is 
 layout is refused.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
+from . import deepseek_v4
+from .deepseek_v4 import DEEPSEEK_V4
+from .files import TensorInfo
 
 DSPARK = "dspark"
 DEEPSPEC = "deepspec"
@@ -103,9 +106,12 @@ class UnsupportedCheckpointError(ValueError):
     """
 
 
-def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[str] = ()) -> str:
+def detect_dialect(
+    raw: dict[str, Any], source: str, tensor_names: Collection[str] | None = None
+) -> str:
     """
-    The layout of a checkpoint: `"dspark"` (this library's) or `"deepspec"`.
+    The layout of a checkpoint: `"dspark"` (this library's), `"deepspec"` or `"deepseek_v4"` (embedded
+    in a target).
 
     Args:
         raw (`dict`): config.json as it is.
@@ -117,7 +123,10 @@ def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[st
     """
     if raw.get("model_type") == DSparkConfig.model_type:
         return DSPARK
-    refusal = _foreign_dialect(raw, tensor_names)
+    refusal = deepseek_v4.refusal(raw, tensor_names)
+    if refusal is None and deepseek_v4.is_target(raw):
+        return DEEPSEEK_V4
+    refusal = refusal or _foreign_dialect(raw, tensor_names or ())
     if refusal is None and _architecture(raw) in DEEPSPEC_BACKBONES:
         return DEEPSPEC
     if refusal is None:
@@ -129,8 +138,8 @@ def detect_dialect(raw: dict[str, Any], source: str, tensor_names: Collection[st
         if "auto_map" in raw:
             refusal += "; it ships its own code, and this library never runs code of a repository"
     raise UnsupportedCheckpointError(
-        f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark and DFlash "
-        f"drafters ({', '.join(DEEPSPEC_BACKBONES)})."
+        f"{source} is {refusal}. This version reads its own layout, DeepSpec DSpark and DFlash "
+        f"drafters ({', '.join(DEEPSPEC_BACKBONES)}) and those inside DeepSeek-V4 targets."
     )
 
 
@@ -146,7 +155,11 @@ def is_foreign_drafter(raw: dict[str, Any]) -> bool:
 
 
 def normalise(
-    raw: dict[str, Any], dialect: str, source: str, tensor_names: Collection[str]
+    raw: dict[str, Any],
+    dialect: str,
+    source: str,
+    tensor_names: Mapping[str, TensorInfo],
+    **hub: Any,
 ) -> DSparkConfig:
     """
     The checkpoint's facts as a [`DSparkConfig`].
@@ -160,6 +173,9 @@ def normalise(
     if dialect == DSPARK:
         _require(raw, ("backbone_config",), source)
         return DSparkConfig.from_dict(raw)
+    if dialect == DEEPSEEK_V4:
+        _require(raw, deepseek_v4.REQUIRED_KEYS + deepseek_v4.BACKBONE_KEYS, source)
+        return deepseek_v4.drafter_config(raw, tensor_names, source, **hub)
     _require(raw, _REQUIRED_DRAFTER_KEYS + _REQUIRED_BACKBONE_KEYS, source)
     rank, has_confidence = raw["markov_rank"], bool(raw["enable_confidence_head"])
     if rank:
@@ -202,7 +218,8 @@ def normalise(
 
 def ignored_keys(raw: dict[str, Any], dialect: str) -> list[str]:
     """Keys of a foreign config.json that this library does not read, for `dspark-hf inspect`."""
-    if dialect == DSPARK:
+    if dialect in (DSPARK, DEEPSEEK_V4):
+        # A target's config is for the most part about the target.
         return []
     read = set(_QWEN3_KEYS + _GEMMA4_KEYS + _REQUIRED_DRAFTER_KEYS + _DEEPSPEC_TRAINING_KEYS)
     read |= {

@@ -1,0 +1,353 @@
+"""
+Drafters embedded in DeepSeek-V4 checkpoints: found, described and read out of their `mtp.*` tensors.
+
+Stage s of the drafter is stored under `mtp.{s}.` in runtime names, FP8 and FP4 quantised; embedding
+and output head are the target's. The names `e_proj`, `h_proj` in place of `main_proj` are an
+ordinary multi-token-prediction block, which base checkpoints carry at the same place.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..configuration_dspark import DSparkConfig
+from ..quantised import FP8_BLOCK, dequantise_fp8
+from .files import FLOAT_BYTES, TensorInfo, fetch
+
+DEEPSEEK_V4 = "deepseek_v4"
+PREFIX = "mtp."
+# The tensor that only a DSpark drafter has.
+MARK = "mtp.0.main_proj.weight"
+
+REQUIRED_KEYS = (
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "dspark_markov_rank",
+    "num_hidden_layers",
+    "vocab_size",
+)
+BACKBONE_KEYS = (
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "rms_norm_eps",
+    "hidden_act",
+    "swiglu_limit",
+    "hc_mult",
+    "hc_eps",
+    "hc_sinkhorn_iters",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "scoring_func",
+    "routed_scaling_factor",
+    "max_position_embeddings",
+)
+# What the host's layers do, whatever the config says.
+_FIXED = {"n_shared_experts": 1, "norm_topk_prob": True, "num_key_value_heads": 1}
+
+# Our name of each tensor of a stage outside the routed experts, and its name in the checkpoint.
+_STAGE = {
+    "self_attn.sinks": "attn.attn_sink",
+    "self_attn.q_a_proj.weight": "attn.wq_a.weight",
+    "self_attn.q_a_norm.weight": "attn.q_norm.weight",
+    "self_attn.q_b_proj.weight": "attn.wq_b.weight",
+    "self_attn.kv_proj.weight": "attn.wkv.weight",
+    "self_attn.kv_norm.weight": "attn.kv_norm.weight",
+    "self_attn.o_a_proj.weight": "attn.wo_a.weight",
+    "self_attn.o_b_proj.weight": "attn.wo_b.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "attn_hc.fn": "hc_attn_fn",
+    "attn_hc.base": "hc_attn_base",
+    "attn_hc.scale": "hc_attn_scale",
+    "ffn_hc.fn": "hc_ffn_fn",
+    "ffn_hc.base": "hc_ffn_base",
+    "ffn_hc.scale": "hc_ffn_scale",
+    "mlp.gate.weight": "ffn.gate.weight",
+    "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
+    "mlp.shared_experts.gate_proj.weight": "ffn.shared_experts.w1.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn.shared_experts.w3.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn.shared_experts.w2.weight",
+}
+_FIRST_STAGE = {"fc.weight": "main_proj.weight", "hidden_norm.weight": "main_norm.weight"}
+_LAST_STAGE = {
+    "norm.weight": "norm.weight",
+    "hc_head.hc_fn": "hc_head_fn",
+    "hc_head.hc_base": "hc_head_base",
+    "hc_head.hc_scale": "hc_head_scale",
+    "markov_head.markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_head.markov_w2.weight",
+    "confidence_head.proj.weight": "confidence_head.proj.weight",
+    "confidence_head.proj.bias": "confidence_head.proj.bias",
+}
+# The routed experts of a stage are fused: of our tensor, the stored parts in the order of its rows.
+_EXPERTS = {
+    "mlp.experts.gate_up_proj": ("w1.weight", "w3.weight"),
+    "mlp.experts.gate_up_scale": ("w1.scale", "w3.scale"),
+    "mlp.experts.down_proj": ("w2.weight",),
+    "mlp.experts.down_scale": ("w2.scale",),
+}
+
+
+def is_target(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a DeepSeek-V4 target."""
+    return raw.get("model_type") == DEEPSEEK_V4
+
+
+def is_stored_part(name: str) -> bool:
+    """Whether a tensor of the checkpoint belongs to the drafter and not to the target."""
+    return name.startswith(PREFIX)
+
+
+def refusal(raw: Mapping[str, Any], tensor_names: Collection[str] | None) -> str | None:
+    """
+    What a DeepSeek-V4 checkpoint, or a relative of it, is if no drafter can be read out of it;
+    `None` if one can, as far as is known (`tensor_names` is `None` before the index is read).
+    """
+    text = raw.get("text_config")
+    model_types = (raw.get("model_type"), text.get("model_type") if isinstance(text, dict) else 0)
+    if any(str(name).startswith("deepseek_v41") for name in model_types):
+        return (
+            "a DeepSeek-V4.1 checkpoint. Its drafter is another one (taps before the layer, "
+            "hyper-connections shifted by one, other quantisation blocks), and this version reads "
+            "the drafters of DeepSeek-V4 only"
+        )
+    if not is_target(raw):
+        return None
+    remedy = (
+        "Take the repository whose name ends in -DSpark, or Flash-0731, Pro-0813 or "
+        "Flash-Vision-Exp"
+    )
+    if not raw.get("dspark_block_size"):
+        return f"a DeepSeek-V4 target without dspark_block_size, so without a drafter. {remedy}"
+    if tensor_names is None or MARK in tensor_names:
+        return None
+    if any(map(is_stored_part, tensor_names)):
+        return (
+            f"a DeepSeek-V4 target whose mtp.* tensors lack {MARK}: an ordinary "
+            f"multi-token-prediction block, not a DSpark drafter. {remedy}"
+        )
+    return (
+        "a DeepSeek-V4 target without mtp.* tensors: Transformers leaves them out when it saves a "
+        "target. Load the drafter from the original repository"
+    )
+
+
+def num_stages(
+    raw: Mapping[str, Any], tensor_names: Collection[str], source: str, **hub: Any
+) -> int:
+    """
+    Draft layers of the checkpoint: `n_mtp_layers` of inference/config.json, else the surplus of
+    `compress_ratios` over the layers; the stored stages must agree. `num_nextn_predict_layers` is 1
+    in published files and means something else.
+
+    Raises:
+        `ValueError`: fewer or more stages are stored than the config states.
+    """
+    stored = {int(name.split(".")[1]) for name in tensor_names if name.startswith(PREFIX)}
+    path = fetch(source, "inference/config.json", **hub)
+    stated = None
+    if path is not None:
+        stated = json.loads(Path(path).read_text(encoding="utf-8")).get("n_mtp_layers")
+    if stated is None and raw.get("compress_ratios"):
+        stated = len(raw["compress_ratios"]) - raw["num_hidden_layers"]
+    if stored != set(range(len(stored))) or (stated and stated != len(stored)):
+        raise ValueError(
+            f"{source}: the drafter's stages {sorted(stored)} are stored, and its configuration "
+            f"states {stated or len(stored)} of them, counted from 0. The index is incomplete; "
+            "download it again."
+        )
+    return len(stored)
+
+
+def drafter_config(
+    raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo], source: str, **hub: Any
+) -> DSparkConfig:
+    """
+    The embedded drafter's facts as a [`DSparkConfig`]. Required keys are the caller's to check.
+
+    Raises:
+        `ValueError`: a value that the host's layers do not implement, or stages that are missing.
+    """
+    for name, value in _FIXED.items():
+        if raw[name] != value:
+            raise ValueError(
+                f"{source}: config.json has {name} {raw[name]!r}; DeepSeek-V4 layers of the host "
+                f"library implement {value!r} only."
+            )
+    expert = tensors.get("mtp.0.ffn.experts.0.w1.weight")
+    last = num_stages(raw, tensors, source, **hub) - 1
+    has_confidence = f"mtp.{last}.confidence_head.proj.weight" in tensors
+    return DSparkConfig(
+        backbone_config={
+            "model_type": DEEPSEEK_V4,
+            "vocab_size": raw["vocab_size"],
+            "num_hidden_layers": last + 1,
+            "layer_types": ["sliding_attention"] * (last + 1),
+            "mlp_layer_types": ["moe"] * (last + 1),
+            "rope_parameters": _rope_parameters(raw, source),
+            "expert_dtype": "fp4" if expert is not None and expert.dtype == "I8" else None,
+            **{key: raw[key] for key in BACKBONE_KEYS},
+        },
+        block_size=raw["dspark_block_size"],
+        mask_token_id=raw["dspark_noise_token_id"],
+        target_layer_ids=raw["dspark_target_layer_ids"],
+        num_target_layers=raw["num_hidden_layers"],
+        target_hidden_size=raw["hidden_size"],
+        vocab_size=raw["vocab_size"],
+        markov_head_type="vanilla",
+        markov_rank=raw["dspark_markov_rank"],
+        confidence_head=has_confidence,
+        confidence_head_with_markov=has_confidence,
+        confidence_head_bias=f"mtp.{last}.confidence_head.proj.bias" in tensors,
+        stores_input_embeddings=False,
+        stores_output_embeddings=False,
+        architectures=["DSparkDrafter"],
+        dtype=raw.get("dtype", raw.get("torch_dtype")),
+        **{key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
+def _rope_parameters(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """
+    Plain rotary embedding of the draft layers. The YaRN parameters and the other θ are those of the
+    target's compressed layers; the host wants both places filled.
+    """
+    main = (raw.get("rope_parameters") or {}).get("main", raw)
+    theta, rotated = main.get("rope_theta"), raw.get("qk_rope_head_dim")
+    if theta is None or rotated is None:
+        raise ValueError(
+            f"{source}: config.json states rope_theta {theta!r} and qk_rope_head_dim {rotated!r}; "
+            "both must be the values the drafter was trained with."
+        )
+    plain = {
+        "rope_type": "default",
+        "rope_theta": theta,
+        "partial_rotary_factor": rotated / raw["head_dim"],
+    }
+    return {"main": plain, "compress": dict(plain)}
+
+
+def stored_parts(own: str, last_stage: int, num_experts: int) -> list[list[str]]:
+    """
+    Where the tensor that we call `own` is stored: one list of names, whose rows follow each other,
+    for every expert; a single name for everything else.
+    """
+    if own in _FIRST_STAGE:
+        return [[f"mtp.0.{_FIRST_STAGE[own]}"]]
+    if own in _LAST_STAGE:
+        return [[f"mtp.{last_stage}.{_LAST_STAGE[own]}"]]
+    _, stage, rest = own.split(".", 2)
+    if rest in _STAGE:
+        return [[f"mtp.{stage}.{_STAGE[rest]}"]]
+    return [
+        [f"mtp.{stage}.ffn.experts.{expert}.{part}" for part in _EXPERTS[rest]]
+        for expert in range(num_experts)
+    ]
+
+
+def stored_shapes(
+    own_shapes: Mapping[str, tuple[int, ...]],
+    config: DSparkConfig,
+    tensors: Mapping[str, TensorInfo],
+) -> dict[str, tuple[int, ...]]:
+    """
+    Names and shapes that a checkpoint of this drafter consists of, given those of our modules.
+    Weights that are stored as FP8 have a scale.
+    """
+    backbone = config.backbone_config
+    expected: dict[str, tuple[int, ...]] = {}
+    for own, shape in own_shapes.items():
+        parts = stored_parts(own, backbone.num_hidden_layers - 1, backbone.num_local_experts)
+        if own.split(".", 2)[-1] in _EXPERTS:
+            shape = (shape[1] // len(parts[0]), shape[2])
+        for name in (name for names in parts for name in names):
+            expected[name] = shape
+            if name in tensors and tensors[name].dtype == "F8_E4M3":
+                scale = name.removesuffix("weight") + "scale"
+                expected[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
+    return expected
+
+
+def check_dtypes(tensors: Mapping[str, TensorInfo], source: str) -> None:
+    """Raise `ValueError` for tensors in a number format that is not read here."""
+    for name, tensor in tensors.items():
+        if name.endswith(".scale"):
+            known = tensor.dtype == "F8_E8M0"
+        elif ".ffn.experts." in name:
+            known = tensor.dtype in ("I8", "F8_E4M3", *FLOAT_BYTES)
+        else:
+            known = tensor.dtype in ("F8_E4M3", *FLOAT_BYTES)
+        if not known:
+            raise ValueError(
+                f"{source}: {name} is stored as {tensor.dtype}. DeepSeek-V4 drafters are read with "
+                "weights in FP8 (F8_E4M3) or floating point, experts also in packed FP4 (I8), and "
+                "scales in F8_E8M0; take the original checkpoint."
+            )
+
+
+class StoredDrafter:
+    """
+    The tensors of an embedded drafter, read one at a time. A context manager: files stay open while
+    it is.
+
+    Args:
+        paths (`dict[str, str]`): local file of every tensor, by its stored name.
+    """
+
+    def __init__(self, paths: Mapping[str, str]):
+        self._paths = paths
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "StoredDrafter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def state_dict(self, own_names: Collection[str], config: DSparkConfig) -> dict[str, Any]:
+        """Our tensors: FP8 weights decoded to bfloat16, which is exact; FP4 experts as they are."""
+        backbone = config.backbone_config
+        state = {}
+        for own in own_names:
+            parts = stored_parts(own, backbone.num_hidden_layers - 1, backbone.num_local_experts)
+            if own.split(".", 2)[-1] in _EXPERTS:
+                state[own] = self._fuse(parts)
+            else:
+                state[own] = self._read(parts[0][0])
+        return state
+
+    def _fuse(self, parts: list[list[str]]) -> torch.Tensor:
+        first = self._read(parts[0][0])
+        rows, columns = first.shape
+        fused = first.new_empty(len(parts), rows * len(parts[0]), columns)
+        for expert, names in enumerate(parts):
+            for i, name in enumerate(names):
+                fused[expert, i * rows : (i + 1) * rows] = self._read(name)
+        return fused
+
+    def _read(self, name: str) -> torch.Tensor:
+        path = self._paths[name]
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        tensor = self._files[path].get_tensor(name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            scale = self._read(name.removesuffix("weight") + "scale")
+            return dequantise_fp8(tensor, scale).bfloat16()
+        is_packed = tensor.dtype in (torch.int8, torch.float8_e8m0fnu)
+        return tensor.view(torch.uint8) if is_packed else tensor
