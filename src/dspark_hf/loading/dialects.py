@@ -138,8 +138,8 @@ def detect_dialect(
         if "auto_map" in raw:
             refusal += "; it ships its own code, and this library never runs code of a repository"
     raise UnsupportedCheckpointError(
-        f"{source} is {refusal}. This version reads its own layout, DeepSpec DSpark and DFlash "
-        f"drafters ({', '.join(DEEPSPEC_BACKBONES)}) and those inside DeepSeek-V4 targets."
+        f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark and DFlash "
+        f"drafters ({', '.join(DEEPSPEC_BACKBONES)}), and drafters inside DeepSeek-V4 targets."
     )
 
 
