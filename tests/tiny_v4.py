@@ -49,7 +49,7 @@ def v4_config(vocab_size=97, **overrides):
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
-        "moe_intermediate_size": 16,
+        "moe_intermediate_size": 32,
         "num_hidden_layers": len(LAYER_TYPES),
         "num_attention_heads": 2,
         "head_dim": 16,
@@ -101,11 +101,11 @@ def make_v4_drafter(vocab_size=97, taps=(1, 3), seed=1, expert_dtype=None, **ove
         backbone_config=backbone,
         mask_token_id=vocab_size - 1,
         target_layer_ids=list(taps),
-        num_target_layers=len(LAYER_TYPES),
         target_hidden_size=32,
         vocab_size=vocab_size,
         initializer_range=0.4,
         **{
+            "num_target_layers": len(LAYER_TYPES),
             "block_size": 5,
             "markov_head_type": "vanilla",
             "markov_rank": 8,

@@ -25,6 +25,12 @@ class PackedExperts(nn.Module):
             config.moe_intermediate_size,
             config.hidden_size,
         )
+        if hidden % FP4_GROUP or width % FP4_GROUP:
+            raise ValueError(
+                f"FP4 experts have one scale for each {FP4_GROUP} columns, but hidden_size is "
+                f"{hidden} and moe_intermediate_size is {width}. Set expert_dtype to None for "
+                "experts that are not packed."
+            )
         self.gate_up_proj = _bytes(experts, 2 * width, hidden // 2)
         self.gate_up_scale = _bytes(experts, 2 * width, hidden // FP4_GROUP)
         self.down_proj = _bytes(experts, hidden, width // 2)
