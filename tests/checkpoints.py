@@ -18,6 +18,7 @@ GATED = "deepspec_dspark_qwen3_gated"
 RNN = "deepspec_dspark_qwen3_rnn"
 DFLASH = "deepspec_dflash_qwen3"
 GEMMA4 = "deepspec_dspark_gemma4"
+EAGLE3 = "deepspec_eagle3_qwen3"
 LAYOUTS = (VANILLA, GATED, RNN, DFLASH, GEMMA4)
 
 

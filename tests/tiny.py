@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dspark_hf import DSparkConfig, DSparkDrafter
+from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 
 VOCAB, HIDDEN, DEPTH, MASK_ID, EOS_ID = 97, 32, 4, 96, 2
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "gemma3", "mistral_swa")
@@ -156,9 +156,44 @@ def make_drafter(
     return DSparkDrafter(config).eval()
 
 
-def make_scripted(
-    drafter: DSparkDrafter, continuation: torch.Tensor, num_right: int
-) -> DSparkDrafter:
+def make_eagle3(
+    vocab_size: int = VOCAB,
+    block_size: int = 4,
+    taps: tuple[int, ...] = (0, 1, 2),
+    stored: bool = True,
+    seed: int = 1,
+    num_target_layers: int = DEPTH,
+    target_hidden_size: int = HIDDEN,
+    **overrides,
+) -> Eagle3Drafter:
+    """A random Eagle3 drafter for `make_target`."""
+    torch.manual_seed(seed)
+    backbone = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    config = Eagle3Config(
+        backbone_config=backbone,
+        block_size=block_size,
+        target_layer_ids=list(taps),
+        num_target_layers=num_target_layers,
+        target_hidden_size=target_hidden_size,
+        vocab_size=vocab_size,
+        stores_input_embeddings=stored,
+        stores_output_embeddings=stored,
+        initializer_range=0.4,
+        **overrides,
+    )
+    return Eagle3Drafter(config).eval()
+
+
+def make_scripted(drafter, continuation: torch.Tensor, num_right: int):
     """
     Replace the drafter's proposals: the first `num_right` tokens of a block are those of
     `continuation`, the rest are wrong. `continuation` (1, length) is the whole text, prompt
@@ -170,7 +205,7 @@ def make_scripted(
         block = draft(context, anchor_ids, **kwargs)
         # `input_ids` ends with the anchor; what follows it is what a perfect drafter would say.
         start = kwargs["input_ids"].shape[1]
-        known = continuation[:, start : start + drafter.config.block_size]
+        known = continuation[:, start : start + block.tokens.shape[1]]
         tokens = torch.zeros_like(block.tokens)
         tokens[:, : known.shape[1]] = known
         wrong = (tokens + 1) % drafter.config.vocab_size

@@ -12,12 +12,14 @@ from ._registration import register
 
 if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
+    from .configuration_eagle3 import Eagle3Config
     from .drafting import DraftBlock, DraftContext
     from .generation.candidate_generator import DSparkCandidateGenerator
     from .generation.outputs import DSparkDecoderOnlyOutput
     from .generation.statistics import RoundRecord, Statistics, collect_statistics
     from .loading.dialects import UnsupportedCheckpointError
     from .modeling_dspark import DSparkDrafter
+    from .modeling_eagle3 import Eagle3Drafter
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,8 @@ _NAMES = {
     "DSparkDrafter": "modeling_dspark",
     "DraftBlock": "drafting",
     "DraftContext": "drafting",
+    "Eagle3Config": "configuration_eagle3",
+    "Eagle3Drafter": "modeling_eagle3",
     "RoundRecord": "generation.statistics",
     "Statistics": "generation.statistics",
     "UnsupportedCheckpointError": "loading.dialects",
@@ -41,6 +45,8 @@ __all__ = [
     "DSparkDrafter",
     "DraftBlock",
     "DraftContext",
+    "Eagle3Config",
+    "Eagle3Drafter",
     "RoundRecord",
     "Statistics",
     "UnsupportedCheckpointError",

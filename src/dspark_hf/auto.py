@@ -3,9 +3,11 @@ The host's auto classes: ours resolve, foreign drafters are not mistaken for sma
 """
 
 from types import ModuleType
+from typing import Any
 
 from ._patching import unwrap, wrap
 from .configuration_dspark import DSparkConfig
+from .configuration_eagle3 import Eagle3Config
 
 _GET = "_get_model_class"
 
@@ -18,18 +20,43 @@ class DrafterEntry:
     not do.
     """
 
-    config_class = DSparkConfig
+    config_class: type = DSparkConfig
+
+
+class Eagle3Entry(DrafterEntry):
+    """Stands for `Eagle3Drafter` in the same way."""
+
+    config_class = Eagle3Config
+
+
+_ENTRIES = (DrafterEntry, Eagle3Entry)
+
+
+def drafter_class(raw: dict[str, Any]) -> Any:
+    """The class that reads the drafter which a config.json describes, or says what it is."""
+    from .loading.dialects import is_eagle3
+
+    if is_eagle3(raw):
+        from .modeling_eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter
+    from .modeling_dspark import DSparkDrafter
+
+    return DSparkDrafter
 
 
 def register_config(configuration_auto: ModuleType) -> None:
-    """Make `AutoConfig` know `model_type: dspark`."""
-    configuration_auto.AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+    """Make `AutoConfig` know `model_type: dspark` and `dspark_eagle3`."""
+    for entry in _ENTRIES:
+        config_class: Any = entry.config_class
+        configuration_auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
 def register_models(modeling_auto: ModuleType) -> None:
     """Make `AutoModel` and `AutoModelForCausalLM` know drafters in our layout."""
     for name in ("AutoModel", "AutoModelForCausalLM"):
-        getattr(modeling_auto, name).register(DSparkConfig, DrafterEntry, exist_ok=True)
+        for entry in _ENTRIES:
+            getattr(modeling_auto, name).register(entry.config_class, entry, exist_ok=True)
 
 
 def install(auto_factory: ModuleType) -> None:
@@ -50,21 +77,23 @@ def uninstall(auto_factory: ModuleType) -> None:
 
 def _wrap_get_model_class(original):
     def _get_model_class(config, model_mapping):
-        if isinstance(config, DSparkConfig):
-            from .modeling_dspark import DSparkDrafter
+        if isinstance(config, DSparkConfig | Eagle3Config):
+            return drafter_class({"model_type": config.model_type})
+        from .loading import dialects
 
-            return DSparkDrafter
-        from .loading.dialects import DEEPSPEC_BACKBONES, FOREIGN_ARCHITECTURES
-
-        known = {*DEEPSPEC_BACKBONES, *FOREIGN_ARCHITECTURES}
+        known = {
+            *dialects.DEEPSPEC_BACKBONES,
+            *dialects.DEEPSPEC_EAGLE3_BACKBONES,
+            *dialects.FOREIGN_ARCHITECTURES,
+        }
         drafters = [name for name in config.architectures or () if name in known]
         if drafters:
             source = config.name_or_path or "this checkpoint"
             raise ValueError(
                 f"{source} is a drafter ({drafters[0]}) published with model_type "
                 f"{config.model_type!r}; an auto class would turn it into an ordinary small model. "
-                f"Load it with dspark_hf.DSparkDrafter.from_pretrained({source!r}), which reads it "
-                "or says which layout it is."
+                f"Load it with dspark_hf.{drafter_class(config.to_dict()).__name__}."
+                f"from_pretrained({source!r}), which reads it or says which layout it is."
             )
         return original(config, model_mapping)
 

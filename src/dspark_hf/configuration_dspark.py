@@ -4,11 +4,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-BACKBONES = ("qwen3", "gemma4_text", "deepseek_v4")
+from .configuration_drafter import DrafterConfig, require_int
+
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
-class DSparkConfig(PreTrainedConfig):
+class DSparkConfig(DrafterConfig):
     r"""
     Configuration of a [`DSparkDrafter`].
 
@@ -31,7 +32,10 @@ class DSparkConfig(PreTrainedConfig):
         target_hidden_size (`int`):
             Width of the target's hidden states.
         vocab_size (`int`):
-            Width of the target's logits, which is the width of the draft logits too.
+            V, width of the target's logits. Draft tokens are ids of this vocabulary.
+        draft_vocab_size (`int`, *optional*):
+            V_d, how many of the target's tokens can be drafted; `None` for all of them. With fewer,
+            the drafter's `draft_to_target` says which ones.
         anchor_predicts (`bool`, *optional*, defaults to `True`):
             Block layout. `True`: the anchor slot predicts the first draft token and the block has γ
             slots (DSpark and DeepSpec's DFlash). `False`: the anchor slot is context only and the
@@ -58,7 +62,7 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
-    sub_configs: ClassVar[dict[str, type]] = {"backbone_config": PreTrainedConfig}
+    required_facts: ClassVar[tuple[str, ...]] = ("mask_token_id", *DrafterConfig.required_facts)
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class DSparkConfig(PreTrainedConfig):
         num_target_layers: int | None = None,
         target_hidden_size: int | None = None,
         vocab_size: int | None = None,
+        draft_vocab_size: int | None = None,
         anchor_predicts: bool = True,
         markov_head_type: str | None = None,
         markov_rank: int = 0,
@@ -83,36 +88,29 @@ class DSparkConfig(PreTrainedConfig):
         pad_token_id: int | None = None,
         **kwargs: Any,
     ):
-        if isinstance(backbone_config, dict):
-            backbone_config = _backbone_from_dict(backbone_config)
-        # Typed as present: `validate_drafter` refuses a drafter that lacks one of them.
-        self.backbone_config: Any = backbone_config
-        self.block_size: Any = block_size
         self.mask_token_id: Any = mask_token_id
-        self.target_layer_ids: Any = target_layer_ids
-        self.num_target_layers: Any = num_target_layers
-        self.target_hidden_size: Any = target_hidden_size
-        self.vocab_size: Any = vocab_size
         self.anchor_predicts = anchor_predicts
         self.markov_head_type = markov_head_type
         self.markov_rank = markov_rank
         self.confidence_head = confidence_head
         self.confidence_head_with_markov = confidence_head_with_markov
         self.confidence_head_bias = confidence_head_bias
-        self.final_logit_softcapping = final_logit_softcapping
-        self.stores_input_embeddings = stores_input_embeddings
-        self.stores_output_embeddings = stores_output_embeddings
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        # The drafter's embedding and head are the target's; whether the target ties them is its
-        # business.
-        kwargs["tie_word_embeddings"] = False
-        super().__init__(**kwargs)
-        # The host builds `DSparkConfig()` to find defaults; only a config that describes a drafter
-        # is checked.
-        if backbone_config is not None:
-            self.validate_drafter()
+        super().__init__(
+            backbone_config=backbone_config,
+            block_size=block_size,
+            target_layer_ids=target_layer_ids,
+            num_target_layers=num_target_layers,
+            target_hidden_size=target_hidden_size,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            final_logit_softcapping=final_logit_softcapping,
+            stores_input_embeddings=stores_input_embeddings,
+            stores_output_embeddings=stores_output_embeddings,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            **kwargs,
+        )
 
     @property
     def block_width(self) -> int:
@@ -122,68 +120,22 @@ class DSparkConfig(PreTrainedConfig):
         """
         return self.block_size if self.anchor_predicts else self.block_size + 1
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the draft layers."""
-        return self.backbone_config.hidden_size
-
     def validate_drafter(self) -> None:
         """
         Check every trained fact. Raises `ValueError` naming the field, what was found and what
         fits.
         """
-        for name in (
-            "block_size",
-            "mask_token_id",
-            "target_layer_ids",
-            "num_target_layers",
-            "target_hidden_size",
-            "vocab_size",
-        ):
-            if getattr(self, name) is None:
-                raise ValueError(
-                    f"DSparkConfig needs `{name}`, and it is missing. It was fixed when the "
-                    "drafter was trained and cannot be guessed: take it from the checkpoint's "
-                    "config.json or its author."
-                )
-        for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
-            _require_int(name, getattr(self, name), minimum=1)
-        _require_int("mask_token_id", self.mask_token_id, minimum=0)
-        if self.backbone_config.model_type not in BACKBONES:
-            raise ValueError(
-                f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
-                f"can be built for {', '.join(map(repr, BACKBONES))}."
-            )
-        if self.backbone_config.model_type == "deepseek_v4":
-            self._validate_deepseek_v4()
+        super().validate_drafter()
+        require_int("mask_token_id", self.mask_token_id, minimum=0)
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id}, but the embedding has {self.vocab_size} "
                 f"rows (0 to {self.vocab_size - 1}). Check config.json: the two must come from "
                 "the same training."
             )
-        self._validate_taps()
+        if self.backbone_config.model_type == "deepseek_v4":
+            self._validate_deepseek_v4()
         self._validate_heads()
-
-    def _validate_taps(self) -> None:
-        ids = self.target_layer_ids
-        if not isinstance(ids, list | tuple) or not ids:
-            raise ValueError(
-                f"target_layer_ids must be a non-empty list of layer numbers, found {ids!r}."
-            )
-        for layer in ids:
-            _require_int("target_layer_ids", layer, minimum=-1)
-        if list(ids) != sorted(set(ids)):
-            raise ValueError(
-                f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
-                "projection was trained on one order of the taps."
-            )
-        if ids[-1] >= self.num_target_layers:
-            raise ValueError(
-                f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
-                f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
-                "states (0 = embedding), subtract 1 from each."
-            )
 
     def _validate_deepseek_v4(self) -> None:
         backbone = self.backbone_config
@@ -196,7 +148,7 @@ class DSparkConfig(PreTrainedConfig):
                 )
 
     def _validate_heads(self) -> None:
-        _require_int("markov_rank", self.markov_rank, minimum=0)
+        require_int("markov_rank", self.markov_rank, minimum=0)
         if self.markov_head_type is not None and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
                 f"markov_head_type is {self.markov_head_type!r}; known types are "
@@ -218,25 +170,3 @@ class DSparkConfig(PreTrainedConfig):
                 f"markov_head_type={self.markov_head_type!r}: that input exists only when both "
                 "heads do."
             )
-        cap = self.final_logit_softcapping
-        if cap is not None and not cap > 0:
-            raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
-
-
-def _require_int(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, found {value!r}.")
-
-
-def _backbone_from_dict(backbone: dict[str, Any]) -> PreTrainedConfig:
-    fields = dict(backbone)
-    model_type = fields.pop("model_type", None)
-    if model_type not in BACKBONES:
-        raise ValueError(
-            f"backbone_config.model_type is {model_type!r}; draft layers can be built for "
-            f"{', '.join(map(repr, BACKBONES))}."
-        )
-    # Here and not above: importing the host's auto classes registers this module with them.
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(model_type, **fields)

@@ -12,15 +12,17 @@ from .backbones.context_cache import ContextLayer
 @dataclass
 class DraftBlock:
     """
-    One drafted block. R rows, γ draft tokens, V vocabulary, H hidden size.
+    One drafted block. R rows, γ draft tokens, V vocabulary, V_d draft vocabulary, H hidden size.
 
     Attributes:
         tokens (`torch.Tensor` of shape `(R, γ)`): the draft tokens.
         logits (`torch.Tensor` of shape `(R, γ, V)`):
             Float32 logits that each token was drawn from: Markov bias added, logits processors
-            applied. When tokens were sampled, the softmax of these is q.
-        base_logits (`torch.Tensor` of shape `(R, γ, V)`):
-            logits of the parallel stage, before the Markov bias.
+            applied. When tokens were sampled, the softmax of these is q. Tokens outside of a
+            reduced draft vocabulary have -inf.
+        base_logits (`torch.Tensor` of shape `(R, γ, V_d)`):
+            logits of the parallel stage, before the Markov bias; of an autoregressive drafter,
+            before the logits processors.
         hidden_states (`torch.Tensor` of shape `(R, γ, H)`): backbone output after the final norm.
         confidence_logits (`torch.Tensor` of shape `(R, γ)`, *optional*):
             Logit of the probability that token k survives given that all earlier ones do; `None`
@@ -45,6 +47,9 @@ class DraftContext:
         cache (`Cache`): keys and values of the context, per draft layer.
         input_embeddings, output_embeddings (`nn.Module`):
             The embedding and the head that this context drafts with.
+        limit (`int`, *optional*):
+            Draft tokens of the next block that can be of use, at least 1. A drafter that goes token
+            by token drafts no more; one that runs whole blocks takes no notice.
         is_checked (`bool`): whether the first logits drafted from it were found to be numbers.
     """
 
@@ -60,6 +65,7 @@ class DraftContext:
         self.cache = Cache(layers=[ContextLayer(window) for window in windows])
         self.input_embeddings = input_embeddings
         self.output_embeddings = output_embeddings
+        self.limit: int | None = None
         self.is_checked = False
 
     @property

@@ -2,9 +2,9 @@
 The sequential stage and the confidence head of a drafter (paper sections 2 and 4, equations 4 to
 7).
 
-Shapes: R rows, G block positions (γ), V vocabulary, H hidden size, r Markov rank. Each Markov head
-has two methods that agree: `step` for drafting, one position at a time, and `block` for
-teacher-forced training.
+Shapes: R rows, G block positions (γ), V vocabulary, V_d draft vocabulary (V unless it is reduced),
+H hidden size, r Markov rank. Each Markov head has two methods that agree: `step` for drafting, one
+position at a time, and `block` for teacher-forced training.
 """
 
 import torch
@@ -19,7 +19,7 @@ class VanillaMarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.num_draftable_tokens, bias=False)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """W1 rows of `token_ids`: (...) to (..., r)."""
@@ -39,16 +39,20 @@ class VanillaMarkovHead(nn.Module):
                 what the previous call returned; `None` at the first position.
 
         Returns:
-            The logit bias of shape `(R, V)` and the state for the next position.
+            The logit bias of shape `(R, V_d)` and the state for the next position.
         """
         return self.markov_w2(self.embed(previous_ids)), None
 
+    def latents(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """
+        What W2 turns into biases: `(..., G, r)` of whole blocks, given previous tokens `(..., G)`
+        and hidden `(..., G, H)`.
+        """
+        return self.embed(previous_ids)
+
     def block(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """
-        Biases `(..., G, V)` of whole blocks, given previous tokens `(..., G)` and hidden `(..., G,
-        H)`.
-        """
-        return self.markov_w2(self.embed(previous_ids))
+        """Biases `(..., G, V_d)` of whole blocks."""
+        return self.markov_w2(self.latents(previous_ids, hidden))
 
 
 class GatedMarkovHead(VanillaMarkovHead):
@@ -61,10 +65,10 @@ class GatedMarkovHead(VanillaMarkovHead):
     def step(self, previous_ids, hidden, state):
         return self.block(previous_ids, hidden), None
 
-    def block(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def latents(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         embedded = self.embed(previous_ids)
         gate = torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), dim=-1)))
-        return self.markov_w2(gate * embedded)
+        return gate * embedded
 
 
 class RNNMarkovHead(VanillaMarkovHead):
@@ -76,6 +80,19 @@ class RNNMarkovHead(VanillaMarkovHead):
         self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
 
     def step(self, previous_ids, hidden, state):
+        output, state = self._advance(previous_ids, hidden, state)
+        return self.markov_w2(output), state
+
+    def latents(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        outputs, state = [], None
+        for k in range(previous_ids.shape[-1]):
+            output, state = self._advance(previous_ids[..., k], hidden[..., k, :], state)
+            outputs.append(output)
+        return torch.stack(outputs, dim=-2)
+
+    def _advance(
+        self, previous_ids: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         embedded = self.embed(previous_ids)
         if state is None:
             state = torch.zeros_like(embedded)
@@ -83,14 +100,7 @@ class RNNMarkovHead(VanillaMarkovHead):
         gate, candidate, output = joint.split(self.rank, dim=-1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
-        return self.markov_w2(torch.tanh(output)), state
-
-    def block(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        biases, state = [], None
-        for k in range(previous_ids.shape[-1]):
-            bias, state = self.step(previous_ids[..., k], hidden[..., k, :], state)
-            biases.append(bias)
-        return torch.stack(biases, dim=-2)
+        return torch.tanh(output), state
 
 
 class ConfidenceHead(nn.Module):

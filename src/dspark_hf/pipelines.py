@@ -51,12 +51,11 @@ def _load_drafter(model: Any, assistant: Any) -> Any:
     if not isinstance(assistant, str | os.PathLike):
         return None
     assistant = os.fspath(assistant)
-    from .loading.dialects import is_foreign_drafter
+    from .auto import drafter_class
+    from .loading.dialects import is_foreign_drafter, is_own_layout
     from .loading.files import read_config
 
     raw = read_config(assistant)
-    if raw.get("model_type") != "dspark" and not is_foreign_drafter(raw):
+    if not is_own_layout(raw) and not is_foreign_drafter(raw):
         return None
-    from .modeling_dspark import DSparkDrafter
-
-    return DSparkDrafter.from_pretrained(assistant, dtype=model.dtype).to(model.device)
+    return drafter_class(raw).from_pretrained(assistant, dtype=model.dtype).to(model.device)

@@ -394,18 +394,6 @@ FOREIGN = {
         {"dspark_target_layer_ids": [40], "architectures": ["DeepseekV4ForCausalLM"]},
         "target with an embedded DSpark drafter",
     ),
-    "deepspec_eagle3": (
-        {"architectures": ["Qwen3Eagle3Model"]},
-        r"DeepSpec Eagle3 drafter \(Qwen3Eagle3Model\)",
-    ),
-    "deepspec_eagle3_gemma": (
-        {"architectures": ["Gemma4Eagle3Model"]},
-        r"DeepSpec Eagle3 drafter \(Gemma4Eagle3Model\)",
-    ),
-    "deepspec_eagle3_draft": (
-        {"architectures": ["Eagle3DraftModel"], "ttt_length": 7},
-        r"DeepSpec Eagle3 drafter \(Eagle3DraftModel\)",
-    ),
     "specforge": (
         {
             "architectures": ["DSparkDraftModel"],
@@ -489,7 +477,9 @@ def test_another_layout_is_refused_by_name(tmp_path, layout):
     (folder / "model.safetensors").unlink()
     text = refuse(folder, name, UnsupportedCheckpointError)
     assert str(folder) in text
-    assert "This version reads its own layout and DeepSpec DSpark and DFlash drafters" in text
+    assert (
+        "This version reads its own layout and DeepSpec DSpark, DFlash and Eagle3 drafters" in text
+    )
 
 
 @pytest.mark.parametrize("tensor", ["mtp.0.fc.weight", "mtp_dspark.fc.weight"])

@@ -1,8 +1,8 @@
 """
 Backbone families: how draft layers are built, and how context features become keys and values.
 
-A family is a module with the same functions and constants (see `dense.py`). Everything else of a layer, its
-attention included, is the host library's own code.
+A family is a module with the same functions and constants (see `dense.py`). Everything else of a
+layer, its attention included, is the host library's own code.
 """
 
 from types import ModuleType

@@ -102,15 +102,24 @@ def context_key_values(
 
 
 def run_layer(
-    layer: nn.Module, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
+    layer: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: Rotary,
+    cache: Cache,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    One draft layer over the block `(R, W, S, H)`. No mask: block rows see the context and each
-    other.
+    One draft layer over block rows `(R, W, S, H)`. Without a mask they see the context and each
+    other; a boolean one, `(R, 1, W, keys)`, or one to be added keeps rows apart.
     """
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        # The eager kernel adds what it is given.
+        blocked = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
+        smallest = torch.finfo(hidden_states.dtype).min
+        attention_mask = blocked.masked_fill_(~attention_mask, smallest)
     return layer(
         hidden_states,
-        attention_mask=None,
+        attention_mask=attention_mask,
         position_embeddings={_ROPE: position_embeddings},
         position_ids=None,
         cache=cache,

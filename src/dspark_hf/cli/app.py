@@ -187,6 +187,78 @@ def demo(
     run_demo(console, prompt, max_new_tokens, dtype.value, threads)
 
 
+@app.command()
+def data(
+    target: Target,
+    output: Annotated[Path, typer.Option(help="Folder of rows and provenance; resumed.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSONL of conversations, prompts or turns; repeatable."),
+    ] = None,
+    invent: Annotated[
+        int, typer.Option(min=0, help="Prompts that the target invents, beside or without files.")
+    ] = 0,
+    starters: Annotated[
+        Path | None,
+        typer.Option(help="Text file: beginnings of invented prompts, one per line."),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Every prompt is answered at each; default 0 and 1."),
+    ] = None,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    max_new_tokens: NewTokens = 512,
+    thinking: Annotated[
+        bool | None, typer.Option(help="What the chat template is told; default: nothing.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 64,
+    validation_share: Annotated[float, typer.Option(min=0, max=0.5)] = 0.05,
+    skip_malformed: Annotated[bool, typer.Option(help="Report bad rows and go on.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Precision of the target.")] = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Let the target answer prompts: the on-policy rows that a drafter learns from."""
+    from ..training.collecting import CollectionPlan
+    from .training import run_data
+
+    plan = CollectionPlan(
+        target,
+        tuple(temperature or (0.0, 1.0)),
+        top_p,
+        top_k,
+        max_new_tokens,
+        thinking,
+        validation_share,
+        seed,
+    )
+    run_data(
+        console,
+        plan,
+        prompts=prompts or [],
+        invent=invent,
+        starters=starters,
+        output=output,
+        batch_size=batch_size,
+        skip_malformed=skip_malformed,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file that describes the run.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before filling a disk.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """Train a drafter; an interrupted run goes on from its last checkpoint."""
+    from .training import run_train
+
+    run_train(console, config, yes, threads)
+
+
 def _write_json(path: Path | None, result: dict) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

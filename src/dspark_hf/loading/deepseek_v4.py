@@ -178,11 +178,17 @@ def drafter_config(
     raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo], source: str, **hub: Any
 ) -> DSparkConfig:
     """
-    The embedded drafter's facts as a [`DSparkConfig`]. Required keys are the caller's to check.
+    The embedded drafter's facts as a [`DSparkConfig`].
 
     Raises:
-        `ValueError`: a value that the host's layers do not implement, or stages that are missing.
+        `ValueError`: a key is missing, a value that the host's layers do not implement, or stages that are missing.
     """
+    missing = [key for key in REQUIRED_KEYS + BACKBONE_KEYS if raw.get(key) is None]
+    if missing:
+        raise ValueError(
+            f"{source}: config.json lacks {', '.join(missing)}. These were fixed when the drafter "
+            "was trained and are not guessed; take them from the original checkpoint."
+        )
     for name, value in _FIXED.items():
         if raw[name] != value:
             raise ValueError(
@@ -283,21 +289,50 @@ def stored_shapes(
     return expected
 
 
-def check_dtypes(tensors: Mapping[str, TensorInfo], source: str) -> None:
-    """Raise `ValueError` for tensors in a number format that is not read here."""
+def check_stored(
+    own: Mapping[str, torch.Tensor],
+    config: DSparkConfig,
+    tensors: Mapping[str, TensorInfo],
+    source: str,
+) -> None:
+    """
+    Compare names, shapes and number formats of the stored tensors with what the drafter consists
+    of.
+
+    Args:
+        own (`dict`): the drafter's state, of which shapes matter.
+        config ([`DSparkConfig`]): its configuration.
+        tensors (`dict`): the stored tensors.
+        source (`str`): repository or folder, for messages.
+
+    Raises:
+        `ValueError`: listing the differences.
+    """
+    own_shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    expected = stored_shapes(own_shapes, config, tensors)
+    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors]
     for name, tensor in tensors.items():
-        if name.endswith(".scale"):
-            known = tensor.dtype == "F8_E8M0"
-        elif ".ffn.experts." in name:
-            known = tensor.dtype in ("I8", "F8_E4M3", *FLOAT_BYTES)
-        else:
-            known = tensor.dtype in ("F8_E4M3", *FLOAT_BYTES)
-        if not known:
-            raise ValueError(
-                f"{source}: {name} is stored as {tensor.dtype}. DeepSeek-V4 drafters are read with "
-                "weights in FP8 (F8_E4M3) or floating point, experts also in packed FP4 (I8), and "
-                "scales in F8_E8M0; take the original checkpoint."
-            )
+        if name not in expected:
+            problems.append(f"unexpected {name} {tensor.shape}")
+        elif tensor.dtype not in _known_formats(name):
+            problems.append(f"{name} is stored as {tensor.dtype}, which is not read here")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {tensor.shape}, expected {expected[name]}")
+    if problems:
+        more = f" … and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError(
+            f"{source}: the mtp.* tensors are not those of the drafter that config.json describes: "
+            f"{'; '.join(sorted(problems)[:8])}{more}. Weights are read in floating point or FP8 "
+            "(F8_E4M3), experts also in packed FP4 (I8), scales in F8_E8M0. Take all files from "
+            "one revision of the original repository."
+        )
+
+
+def _known_formats(name: str) -> tuple[str, ...]:
+    if name.endswith(".scale"):
+        return ("F8_E8M0",)
+    is_expert = ".ffn.experts." in name
+    return ("F8_E4M3", *FLOAT_BYTES, *(("I8",) if is_expert else ()))
 
 
 class StoredDrafter:

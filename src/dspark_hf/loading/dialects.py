@@ -6,18 +6,23 @@ because the same strings mean different things in different layouts. Nothing is 
 layout is refused.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from . import deepseek_v4
 from .deepseek_v4 import DEEPSEEK_V4
-from .files import TensorInfo
 
 DSPARK = "dspark"
 DEEPSPEC = "deepspec"
+EAGLE3 = "dspark_eagle3"
+DEEPSPEC_EAGLE3 = "deepspec_eagle3"
+# Layouts that `Eagle3Drafter` reads; the others are `DSparkDrafter`'s.
+EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3)
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
+DEEPSPEC_EAGLE3_BACKBONES = {"Qwen3Eagle3Model": "qwen3", "Gemma4Eagle3Model": "gemma4_text"}
 
 # Drafters of other layouts that their architecture alone gives away, for messages.
 FOREIGN_ARCHITECTURES = {
@@ -98,6 +103,12 @@ _REQUIRED_BACKBONE_KEYS = (
     "rms_norm_eps",
 )
 _DEEPSPEC_TRAINING_KEYS = ("num_anchors", "target_model_type", "target_text_model_type")
+_DEEPSPEC_EAGLE3_KEYS = (
+    "draft_num_hidden_layers",
+    "step_loss_decay",
+    "target_model_name_or_path",
+    "ttt_length",
+)
 
 
 class UnsupportedCheckpointError(ValueError):
@@ -110,8 +121,8 @@ def detect_dialect(
     raw: dict[str, Any], source: str, tensor_names: Collection[str] | None = None
 ) -> str:
     """
-    The layout of a checkpoint: `"dspark"` (this library's), `"deepspec"` or `"deepseek_v4"` (embedded
-    in a target).
+    The layout of a checkpoint: `"dspark"` and `"dspark_eagle3"` (this library's), `"deepspec"`,
+    `"deepspec_eagle3"` or `"deepseek_v4"` (embedded in a target).
 
     Args:
         raw (`dict`): config.json as it is.
@@ -121,14 +132,17 @@ def detect_dialect(
     Raises:
         [`UnsupportedCheckpointError`]: any other layout, named.
     """
-    if raw.get("model_type") == DSparkConfig.model_type:
-        return DSPARK
+    for config_class, dialect in ((DSparkConfig, DSPARK), (Eagle3Config, EAGLE3)):
+        if raw.get("model_type") == config_class.model_type:
+            return dialect
     refusal = deepseek_v4.refusal(raw, tensor_names)
     if refusal is None and deepseek_v4.is_target(raw):
         return DEEPSEEK_V4
     refusal = refusal or _foreign_dialect(raw, tensor_names or ())
     if refusal is None and _architecture(raw) in DEEPSPEC_BACKBONES:
         return DEEPSPEC
+    if refusal is None and deepspec_eagle3_backbone(raw):
+        return DEEPSPEC_EAGLE3
     if refusal is None:
         refusal = (
             f"an unknown layout (architectures {raw.get('architectures')!r}, model_type "
@@ -138,8 +152,9 @@ def detect_dialect(
         if "auto_map" in raw:
             refusal += "; it ships its own code, and this library never runs code of a repository"
     raise UnsupportedCheckpointError(
-        f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark and DFlash "
-        f"drafters ({', '.join(DEEPSPEC_BACKBONES)}), and drafters inside DeepSeek-V4 targets."
+        f"{source} is {refusal}. This version reads its own layout and DeepSpec DSpark, DFlash and "
+        f"Eagle3 drafters ({', '.join((*DEEPSPEC_BACKBONES, *DEEPSPEC_EAGLE3_BACKBONES))}), and drafters "
+        "inside DeepSeek-V4 targets."
     )
 
 
@@ -149,17 +164,33 @@ def is_foreign_drafter(raw: dict[str, Any]) -> bool:
 
     Ours is not foreign, and what the host runs by itself is not ours to judge.
     """
-    if raw.get("model_type") in (DSparkConfig.model_type, "muse_glimmer_assistant"):
+    if is_own_layout(raw) or raw.get("model_type") == "muse_glimmer_assistant":
         return False
-    return _architecture(raw) in DEEPSPEC_BACKBONES or _foreign_dialect(raw, ()) is not None
+    is_deepspec = _architecture(raw) in DEEPSPEC_BACKBONES or bool(deepspec_eagle3_backbone(raw))
+    return is_deepspec or _foreign_dialect(raw, ()) is not None
+
+
+def is_own_layout(raw: dict[str, Any]) -> bool:
+    """Whether a config.json was written by this library."""
+    return raw.get("model_type") in (DSparkConfig.model_type, Eagle3Config.model_type)
+
+
+def is_eagle3(raw: dict[str, Any]) -> bool:
+    """Whether a config.json describes a drafter that `Eagle3Drafter` reads."""
+    return raw.get("model_type") == Eagle3Config.model_type or bool(deepspec_eagle3_backbone(raw))
+
+
+def deepspec_eagle3_backbone(raw: dict[str, Any]) -> str | None:
+    """Backbone of a DeepSpec Eagle3 drafter; `None` for everything else."""
+    architecture = _architecture(raw)
+    if architecture == "Eagle3DraftModel" and "ttt_length" in raw:
+        is_gemma = raw.get("model_type") in _DEEPSPEC_MODEL_TYPES["gemma4_text"]
+        return "gemma4_text" if is_gemma else "qwen3"
+    return DEEPSPEC_EAGLE3_BACKBONES.get(architecture or "")
 
 
 def normalise(
-    raw: dict[str, Any],
-    dialect: str,
-    source: str,
-    tensor_names: Mapping[str, TensorInfo],
-    **hub: Any,
+    raw: dict[str, Any], dialect: str, source: str, tensor_names: Collection[str]
 ) -> DSparkConfig:
     """
     The checkpoint's facts as a [`DSparkConfig`].
@@ -171,28 +202,17 @@ def normalise(
         `ValueError`: a required key is missing, or keys contradict each other.
     """
     if dialect == DSPARK:
-        _require(raw, ("backbone_config",), source)
+        require_keys(raw, ("backbone_config",), source)
         return DSparkConfig.from_dict(raw)
-    if dialect == DEEPSEEK_V4:
-        _require(raw, deepseek_v4.REQUIRED_KEYS + deepseek_v4.BACKBONE_KEYS, source)
-        return deepseek_v4.drafter_config(raw, tensor_names, source, **hub)
-    _require(raw, _REQUIRED_DRAFTER_KEYS + _REQUIRED_BACKBONE_KEYS, source)
+    require_keys(raw, _REQUIRED_DRAFTER_KEYS, source)
     rank, has_confidence = raw["markov_rank"], bool(raw["enable_confidence_head"])
     if rank:
-        _require(raw, ("markov_head_type",), source)
+        require_keys(raw, ("markov_head_type",), source)
     if has_confidence:
-        _require(raw, ("confidence_head_with_markov",), source)
+        require_keys(raw, ("confidence_head_with_markov",), source)
     backbone = DEEPSPEC_BACKBONES[raw["architectures"][0]]
-    if raw.get("model_type") not in _DEEPSPEC_MODEL_TYPES[backbone]:
-        raise ValueError(
-            f"{source}: architecture {_architecture(raw)} goes with model_type "
-            f"{' or '.join(_DEEPSPEC_MODEL_TYPES[backbone])}, found "
-            f"{raw.get('model_type')!r}. The config.json was edited or belongs to another "
-            "checkpoint."
-        )
-    build = _qwen3_backbone if backbone == "qwen3" else _gemma4_backbone
     return DSparkConfig(
-        backbone_config=build(raw, source),
+        backbone_config=deepspec_backbone(raw, backbone, source),
         block_size=raw["block_size"],
         mask_token_id=raw["mask_token_id"],
         target_layer_ids=raw["target_layer_ids"],
@@ -218,10 +238,12 @@ def normalise(
 
 def ignored_keys(raw: dict[str, Any], dialect: str) -> list[str]:
     """Keys of a foreign config.json that this library does not read, for `dspark-hf inspect`."""
-    if dialect in (DSPARK, DEEPSEEK_V4):
-        # A target's config is for the most part about the target.
+    if dialect in (DSPARK, EAGLE3, DEEPSEEK_V4):
+        # The config of a target is for the most part about the target.
         return []
     read = set(_QWEN3_KEYS + _GEMMA4_KEYS + _REQUIRED_DRAFTER_KEYS + _DEEPSPEC_TRAINING_KEYS)
+    if dialect == DEEPSPEC_EAGLE3:
+        read |= set(_DEEPSPEC_EAGLE3_KEYS)
     read |= {
         "architectures",
         "model_type",
@@ -257,12 +279,8 @@ def _foreign_dialect(raw: dict[str, Any], tensor_names: Collection[str]) -> str 
         name.startswith(("mtp.", "mtp_dspark.")) for name in tensor_names
     ):
         return "a target with an embedded DSpark drafter (dspark_* keys or mtp.* tensors)"
-    if architecture in DEEPSPEC_BACKBONES:
+    if architecture in DEEPSPEC_BACKBONES or deepspec_eagle3_backbone(raw):
         return None
-    if architecture in ("Qwen3Eagle3Model", "Gemma4Eagle3Model") or (
-        architecture == "Eagle3DraftModel" and "ttt_length" in raw
-    ):
-        return f"a DeepSpec Eagle3 drafter ({architecture})"
     if "projector_type" in dflash:
         projector = dflash["projector_type"]
         return f"a drafter with dflash_config.projector_type {projector!r} (SpecForge or ModelOpt)"
@@ -281,13 +299,32 @@ def _foreign_dialect(raw: dict[str, Any], tensor_names: Collection[str]) -> str 
     return None
 
 
-def _require(raw: dict[str, Any], keys: Collection[str], source: str) -> None:
+def require_keys(raw: dict[str, Any], keys: Collection[str], source: str) -> None:
+    """Raise `ValueError` naming the keys that config.json lacks."""
     missing = [key for key in keys if raw.get(key) is None]
     if missing:
         raise ValueError(
             f"{source}: config.json lacks {', '.join(missing)}. These were fixed when the drafter "
             "was trained and are not guessed; take them from the original checkpoint."
         )
+
+
+def deepspec_backbone(raw: dict[str, Any], backbone: str, source: str) -> dict[str, Any]:
+    """
+    Config fields of the draft layers of a DeepSpec drafter, `"qwen3"` or `"gemma4_text"`.
+
+    Raises:
+        `ValueError`: a key is missing, or contradicts the architecture.
+    """
+    require_keys(raw, _REQUIRED_BACKBONE_KEYS, source)
+    if raw.get("model_type") not in _DEEPSPEC_MODEL_TYPES[backbone]:
+        raise ValueError(
+            f"{source}: architecture {_architecture(raw)} goes with model_type "
+            f"{' or '.join(_DEEPSPEC_MODEL_TYPES[backbone])}, found "
+            f"{raw.get('model_type')!r}. The config.json was edited or belongs to another "
+            "checkpoint."
+        )
+    return _qwen3_backbone(raw, source) if backbone == "qwen3" else _gemma4_backbone(raw, source)
 
 
 def _qwen3_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -322,9 +359,9 @@ def _gemma4_backbone(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"config.json says enable_moe_block={raw.get('enable_moe_block')}, "
             f"hidden_size_per_layer_input={raw.get('hidden_size_per_layer_input')}."
         )
-    _require(raw, ("global_head_dim", "attention_k_eq_v", "rope_parameters"), source)
+    require_keys(raw, ("global_head_dim", "attention_k_eq_v", "rope_parameters"), source)
     if raw["attention_k_eq_v"]:
-        _require(raw, ("num_global_key_value_heads",), source)
+        require_keys(raw, ("num_global_key_value_heads",), source)
     rope = raw["rope_parameters"].get("full_attention")
     if not isinstance(rope, dict) or rope.get("rope_theta") is None:
         raise ValueError(

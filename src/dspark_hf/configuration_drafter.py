@@ -1,0 +1,152 @@
+"""`DrafterConfig`: the trained facts that every kind of drafter has."""
+
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+BACKBONES = ("qwen3", "gemma4_text", "deepseek_v4")
+
+
+class DrafterConfig(PreTrainedConfig):
+    """
+    What [`DSparkConfig`] and [`Eagle3Config`] share; the arguments are described there.
+
+    Subclasses set their own fields before they call this constructor, which checks all of them.
+    """
+
+    sub_configs: ClassVar[dict[str, type]] = {"backbone_config": PreTrainedConfig}
+    # Facts without a default, in the order in which a missing one is reported.
+    required_facts: ClassVar[tuple[str, ...]] = (
+        "block_size",
+        "target_layer_ids",
+        "num_target_layers",
+        "target_hidden_size",
+        "vocab_size",
+    )
+
+    def __init__(
+        self,
+        backbone_config: PreTrainedConfig | dict[str, Any] | None = None,
+        block_size: int | None = None,
+        target_layer_ids: list[int] | None = None,
+        num_target_layers: int | None = None,
+        target_hidden_size: int | None = None,
+        vocab_size: int | None = None,
+        draft_vocab_size: int | None = None,
+        final_logit_softcapping: float | None = None,
+        stores_input_embeddings: bool = True,
+        stores_output_embeddings: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ):
+        if isinstance(backbone_config, dict):
+            backbone_config = _backbone_from_dict(backbone_config)
+        # Typed as present: `validate_drafter` refuses a drafter that lacks one of them.
+        self.backbone_config: Any = backbone_config
+        self.block_size: Any = block_size
+        self.target_layer_ids: Any = target_layer_ids
+        self.num_target_layers: Any = num_target_layers
+        self.target_hidden_size: Any = target_hidden_size
+        self.vocab_size: Any = vocab_size
+        self.draft_vocab_size = draft_vocab_size
+        self.final_logit_softcapping = final_logit_softcapping
+        self.stores_input_embeddings = stores_input_embeddings
+        self.stores_output_embeddings = stores_output_embeddings
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        # The drafter's embedding and head are the target's; whether the target ties them is its
+        # business.
+        kwargs["tie_word_embeddings"] = False
+        super().__init__(**kwargs)
+        # The host builds a config without arguments to find defaults; only one that describes a
+        # drafter is checked.
+        if backbone_config is not None:
+            self.validate_drafter()
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the draft layers."""
+        return self.backbone_config.hidden_size
+
+    @property
+    def num_draftable_tokens(self) -> int:
+        """V_d: rows of the draft head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    def validate_drafter(self) -> None:
+        """
+        Check every trained fact. Raises `ValueError` naming the field, what was found and what
+        fits.
+        """
+        for name in self.required_facts:
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"{type(self).__name__} needs `{name}`, and it is missing. It was fixed when "
+                    "the drafter was trained and cannot be guessed: take it from the checkpoint's "
+                    "config.json or its author."
+                )
+        for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
+            require_int(name, getattr(self, name), minimum=1)
+        if self.backbone_config.model_type not in BACKBONES:
+            raise ValueError(
+                f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
+                f"can be built for {', '.join(map(repr, BACKBONES))}."
+            )
+        self._validate_draft_vocabulary()
+        self._validate_taps()
+        cap = self.final_logit_softcapping
+        if cap is not None and not cap > 0:
+            raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
+
+    def _validate_draft_vocabulary(self) -> None:
+        if self.draft_vocab_size is None:
+            return
+        require_int("draft_vocab_size", self.draft_vocab_size, minimum=1)
+        if self.draft_vocab_size >= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size} and vocab_size {self.vocab_size}: a "
+                "reduced draft vocabulary is smaller than the target's. Leave it out if every "
+                "token can be drafted."
+            )
+
+    def _validate_taps(self) -> None:
+        ids = self.target_layer_ids
+        if not isinstance(ids, list | tuple) or not ids:
+            raise ValueError(
+                f"target_layer_ids must be a non-empty list of layer numbers, found {ids!r}."
+            )
+        for layer in ids:
+            require_int("target_layer_ids", layer, minimum=-1)
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(
+                f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
+                "projection was trained on one order of the taps."
+            )
+        if ids[-1] >= self.num_target_layers:
+            raise ValueError(
+                f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
+                f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
+                "states (0 = embedding), subtract 1 from each."
+            )
+
+
+def require_int(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, found {value!r}.")
+
+
+def _backbone_from_dict(backbone: dict[str, Any]) -> PreTrainedConfig:
+    fields = dict(backbone)
+    model_type = fields.pop("model_type", None)
+    if model_type not in BACKBONES:
+        raise ValueError(
+            f"backbone_config.model_type is {model_type!r}; draft layers can be built for "
+            f"{', '.join(map(repr, BACKBONES))}."
+        )
+    # Here and not above: importing the host's auto classes registers this module with them.
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **fields)

@@ -1,0 +1,209 @@
+"""
+`Eagle3Drafter`: the autoregressive draft model that DSpark is compared with (EAGLE-3, arXiv
+2503.01840, in the single-chain form of DeepSpec).
+
+Row i of the drafter pairs the context features of position i with the token at i + 1, sits at
+rotary position i and predicts token i + 2. Rows behind the anchor have no features; they take the
+output of the row before instead. Since there is one layer, a context row is needed for its keys and
+values only, and the single query of the last row sees them all without a mask.
+
+Shapes: R rows of the batch, T context positions, n taps, H hidden size, γ draft tokens, V
+vocabulary, V_d draft vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from .backbones import eagle3
+from .configuration_eagle3 import Eagle3Config
+from .drafting import DraftBlock, DraftContext, probabilities, sample
+from .modeling_drafter import DrafterModel, refuse_nan
+
+
+class Eagle3Context(DraftContext):
+    """
+    The drafting state of an Eagle3 drafter.
+
+    Attributes:
+        last_hidden (`torch.Tensor` of shape `(R, 1, H)`, *optional*):
+            Projected features of the last committed position. Its row pairs them with the anchor
+            and is run by `draft`; all rows before it are in the cache.
+        last_ids (`torch.Tensor` of shape `(R, 1)`, *optional*): the token that followed it.
+    """
+
+    last_hidden: torch.Tensor | None = None
+    last_ids: torch.Tensor | None = None
+
+
+class Eagle3Drafter(DrafterModel):
+    """
+    An autoregressive draft model for `target.generate(assistant_model=drafter)`.
+
+    One decoder layer over pairs of the target's features and the following tokens, run once per
+    draft token. `drafter.generation_config` holds its own defaults for the `dspark_*` fields.
+    """
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+    is_autoregressive = True
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        for name, module in eagle3.build_layers(config.backbone_config).items():
+            self.add_module(name, module)
+        self.post_init()
+
+    # -- drafting
+
+    def new_context(
+        self, batch_size: int, start_position: int = 0, target: PreTrainedModel | None = None
+    ) -> Eagle3Context:
+        """
+        An empty drafting state.
+
+        Args:
+            batch_size (`int`): R.
+            start_position (`int`, *optional*, defaults to 0):
+                Position of the first row that will be added; what lies before stays unknown to the
+                drafter.
+            target (`PreTrainedModel`, *optional*):
+                Where to take the embedding and the head from, for this context, if the drafter has
+                none.
+        """
+        embeddings, head = self._embedding_and_head(target)
+        return Eagle3Context(batch_size, [None], embeddings, head, start_position)
+
+    @torch.no_grad()
+    def extend(
+        self, context: Eagle3Context, features: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """
+        Add the next T committed positions of every row to the context.
+
+        Args:
+            context ([`Eagle3Context`]): changed in place.
+            features (`torch.Tensor` of shape `(R, T, n·H_target)`):
+                Tap outputs of those positions, concatenated in the order of
+                `config.target_layer_ids`.
+            token_ids (`torch.Tensor` of shape `(R, T)`):
+                The token that follows each of those positions; the last one is the anchor of the
+                next block.
+        """
+        hidden = self._project(context, features)
+        if token_ids.shape != features.shape[:2]:
+            raise ValueError(
+                f"token_ids have shape {tuple(token_ids.shape)} and features "
+                f"{tuple(features.shape)}; every position needs the id of the token that follows "
+                "it, the anchor at last."
+            )
+        if features.shape[1] == 0:
+            return
+        first, last_ids = context.position, token_ids[:, -1:]
+        token_ids = token_ids[:, :-1]
+        if context.last_hidden is not None and context.last_ids is not None:
+            # The row that was drafted from last time: its token is committed now.
+            hidden = torch.cat((context.last_hidden, hidden), dim=1)
+            token_ids = torch.cat((context.last_ids.to(token_ids.device), token_ids), dim=1)
+            first -= 1
+        context.last_hidden, context.last_ids = hidden[:, -1:], last_ids
+        if token_ids.shape[1]:
+            embedded = self._embed(context.input_embeddings, token_ids)
+            rotary = self._rotary(embedded, first, token_ids.shape[1])
+            layer = self.layers[0]
+            pairs = layer.attention_input(embedded, hidden[:, :-1])
+            context.cache.layers[0].append(*self.backbone.context_key_values(layer, pairs, rotary))
+        context.lengths = context.lengths + features.shape[1]
+
+    @torch.no_grad()
+    def draft(
+        self,
+        context: Eagle3Context,
+        anchor_ids: torch.Tensor,
+        do_sample: bool = False,
+        logits_processor: LogitsProcessorList | None = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> DraftBlock:
+        """
+        Draft tokens behind the anchor, one by one: γ of them, or `context.limit` if that is less.
+        The context is read, not changed.
+
+        Args:
+            context ([`Eagle3Context`]): every committed position before the anchor.
+            anchor_ids (`torch.Tensor` of shape `(R,)`):
+                last committed tokens, at position `context.lengths`.
+            do_sample (`bool`, *optional*, defaults to `False`):
+                sample the tokens, or take the argmax.
+            logits_processor (`LogitsProcessorList`, *optional*):
+                Applied at each position along the drafted path, as the target side will.
+            input_ids (`torch.Tensor` of shape `(R, length)`, *optional*):
+                All committed tokens up to the anchor; what the processors see in front of the
+                drafted path.
+        """
+        if context.last_hidden is None:
+            raise ValueError(
+                "The context is empty, and an Eagle3 drafter drafts from the features of the "
+                "position before the anchor. Call drafter.extend first."
+            )
+        limit = self.config.block_size if context.limit is None else context.limit
+        path = (anchor_ids[:, None] if input_ids is None else input_ids).to(self.device)
+        previous, hidden = anchor_ids.to(self.device), context.last_hidden
+        tokens, logits, base_logits, states = [], [], [], []
+        rows = context.cache.layers[0]
+        num_rows = rows.length
+        try:
+            for k in range(min(limit, self.config.block_size)):
+                hidden = self._run_row(context, previous, hidden, context.position - 1 + k)
+                # The row stays visible to the ones behind it, until the block is drafted.
+                rows.length += 1
+                states.append(self.norm(hidden))
+                base_logits.append(self._base_logits(context, states[-1])[:, 0])
+                scores = self._in_target_vocabulary(base_logits[-1])
+                if not context.is_checked:
+                    refuse_nan(base_logits[-1])
+                    context.is_checked = True
+                if logits_processor:
+                    # Processors may write in place.
+                    scores = logits_processor(path, scores.clone())
+                previous = sample(probabilities(scores)) if do_sample else scores.argmax(dim=-1)
+                path = torch.cat((path, previous[:, None]), dim=-1) if logits_processor else path
+                tokens.append(previous)
+                logits.append(scores)
+        finally:
+            rows.length = num_rows
+        return DraftBlock(
+            torch.stack(tokens, dim=1),
+            torch.stack(logits, dim=1),
+            torch.stack(base_logits, dim=1),
+            torch.cat(states, dim=1),
+        )
+
+    def forward(
+        self,
+        context_features: torch.Tensor,
+        token_ids: torch.Tensor,
+        **kwargs: Any,
+    ) -> DraftBlock:
+        """
+        Draft one block from scratch.
+
+        Args:
+            context_features (`torch.Tensor` of shape `(R, T, n·H_target)`):
+                features of all T positions before the anchor.
+            token_ids (`torch.Tensor` of shape `(R, T)`):
+                the token that follows each of them; the last one is the anchor.
+        """
+        context = self.new_context(batch_size=token_ids.shape[0])
+        self.extend(context, context_features, token_ids)
+        return self.draft(context, token_ids[:, -1], **kwargs)
+
+    def _run_row(
+        self, context: Eagle3Context, token_ids: torch.Tensor, hidden: torch.Tensor, position: int
+    ) -> torch.Tensor:
+        """
+        Layer output `(R, 1, H)` of one row: tokens `(R,)` paired with hidden states `(R, 1, H)`.
+        """
+        embedded = self._embed(context.input_embeddings, token_ids[:, None])
+        rotary = self._rotary(embedded, position, 1)
+        return self.layers[0](embedded, hidden, rotary, context.cache)

@@ -1,0 +1,1 @@
+"""Training drafters on one machine: data, anchors, objective, trainer (paper section 6)."""

@@ -1,0 +1,246 @@
+"""
+`dspark-hf data`: a folder of on-policy training rows, resumable, with its provenance.
+
+The folder holds `train.jsonl`, `validation.jsonl` and `provenance.json`. Which side a prompt falls
+on depends on its text alone, so all of its answers stay on one side and a resumed run agrees with
+the interrupted one.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .answers import SamplingOptions, converse, invent_prompts
+from .data import MalformedRow, messages_of, parse_row, read_lines, usable_rows
+
+FILES = ("train.jsonl", "validation.jsonl")
+PROVENANCE = "provenance.json"
+
+
+@dataclass(frozen=True)
+class CollectionPlan:
+    """
+    What a data folder consists of; a folder made by another plan is not added to.
+
+    Attributes:
+        target (`str`): path or Hub id.
+        temperatures (`tuple[float, ...]`): every prompt is answered once at each.
+        top_p (`float`), top_k (`int`), max_new_tokens (`int`): of the answers.
+        thinking (`bool`, *optional*): what the template is told; `None` says nothing.
+        validation_share (`float`): of the prompts.
+        seed (`int`): of all draws.
+    """
+
+    target: str
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 512
+    thinking: bool | None = None
+    validation_share: float = 0.05
+    seed: int = 0
+
+
+def read_prompts(
+    paths: Sequence[Path], skip_malformed: bool, console: Console
+) -> Iterator[list[dict[str, str]]]:
+    """
+    The conversations of JSONL files.
+
+    Raises:
+        [`MalformedRow`]: a row that cannot be used, unless they are to be skipped; each is named.
+    """
+
+    def skip(error: MalformedRow) -> None:
+        console.print(f"skipped {error}", style="yellow", markup=False)
+
+    for path in paths:
+        yield from usable_rows(path, _conversation, skip if skip_malformed else None)
+
+
+def _conversation(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    messages = messages_of(row, where)
+    if not any(message["role"] == "user" for message in messages):
+        raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
+    return messages
+
+
+def invented_prompts(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    starters: Sequence[str],
+    batch_size: int,
+    seed: int,
+) -> Iterator[list[dict[str, str]]]:
+    """`count` different conversations of one user message each, written by the target."""
+    chooser, seen, batch = random.Random(seed), set[str](), 0
+    while len(seen) < count:
+        # By batch, so that a resumed run invents the same prompts.
+        torch.manual_seed(seed + batch)
+        batch += 1
+        chosen = [chooser.choice(starters) for _ in range(batch_size)]
+        before = len(seen)
+        for text in invent_prompts(target, tokenizer, chosen):
+            if text not in seen and len(seen) < count:
+                seen.add(text)
+                yield [{"role": "user", "content": text}]
+        if len(seen) == before and batch > 20:
+            raise ValueError(
+                f"The target invented only {len(seen)} different prompts in {batch} batches. Give "
+                "prompts from files, or more varied starters."
+            )
+
+
+def collect(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Iterator[list[dict[str, str]]],
+    folder: Path,
+    plan: CollectionPlan,
+    batch_size: int,
+    sources: dict[str, str],
+    total: int | None = None,
+) -> dict[str, int]:
+    """
+    Answer conversations batch by batch and append the rows as they come.
+
+    Rows that an earlier run has written are not written again.
+
+    Args:
+        conversations: messages in the host's form; only user and system turns are read.
+        folder (`Path`): made if missing.
+        plan ([`CollectionPlan`]): must equal that of the folder.
+        batch_size (`int`): conversations answered together.
+        sources (`dict`): what the prompts are, for the provenance.
+        total (`int`, *optional*): conversations, for the progress bar.
+
+    Returns:
+        Rows and answer tokens per file.
+
+    Raises:
+        `ValueError`: the folder was made by another plan.
+        `OSError`: the disk is full; complete rows stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_plan(folder, plan, tokenizer, sources)
+    for name in FILES:
+        (folder / name).touch()
+    done = {row["key"] for name in FILES for row in _existing(folder / name)}
+    template = {} if plan.thinking is None else {"enable_thinking": plan.thinking}
+    bar = tqdm(total=total, desc="prompts", unit="prompt")
+    for number, batch in enumerate(_batches(_different(conversations), batch_size)):
+        for temperature in plan.temperatures:
+            keys = [_key(turns, temperature) for turns in batch]
+            if done.issuperset(keys):
+                continue
+            # The whole batch, also where a part of it is there: other companions would draw other
+            # answers, and a resumed folder would differ from an uninterrupted one.
+            torch.manual_seed(plan.seed + number)
+            options = SamplingOptions(temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
+            rows = converse(target, tokenizer, batch, options, **template)
+            for key, turns, row in zip(keys, batch, rows, strict=True):
+                if key in done:
+                    continue
+                name = FILES[_is_validation(turns, plan.validation_share)]
+                line = json.dumps({"key": key, **row, "temperature": temperature})
+                with (folder / name).open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+        bar.update(len(batch))
+    bar.close()
+    return count(folder)
+
+
+def count(folder: Path) -> dict[str, int]:
+    """Rows and answer tokens of a data folder, by file."""
+    figures = {}
+    for name in FILES:
+        rows = list(_existing(folder / name))
+        stem = name.removesuffix(".jsonl")
+        figures[f"{stem}_rows"] = len(rows)
+        figures[f"{stem}_answer_tokens"] = sum(
+            end - start for row in rows for start, end in row["assistant_spans"]
+        )
+    return figures
+
+
+def _existing(path: Path) -> Iterator[dict[str, Any]]:
+    _drop_torn_line(path)
+    for where, line in read_lines(path):
+        yield parse_row(line, where)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A run that was killed while it wrote leaves a line without an end; that row is made again."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def _check_plan(
+    folder: Path, plan: CollectionPlan, tokenizer: PreTrainedTokenizerBase, sources: dict[str, str]
+) -> None:
+    facts = json.loads(json.dumps({**asdict(plan), "sources": sources}))
+    template = tokenizer.get_chat_template().encode()
+    facts["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
+    facts["versions"] = {"transformers": transformers.__version__, "torch": torch.__version__}
+    path = folder / PROVENANCE
+    if not path.exists():
+        # Complete or not there: rows whose origin cannot be read are of no use.
+        temporary = path.with_suffix(".partial")
+        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    different = [name for name in facts if name != "versions" and found.get(name) != facts[name]]
+    if different:
+        raise ValueError(
+            f"{folder} was made with other settings: "
+            + "; ".join(f"{n} {found.get(n)!r} there, {facts[n]!r} now" for n in different)
+            + ". Use those settings to go on, or another folder."
+        )
+
+
+def _key(turns: list[dict[str, str]], temperature: float) -> str:
+    return hashlib.sha256(f"{temperature} {_questions(turns)}".encode()).hexdigest()[:16]
+
+
+def _is_validation(turns: list[dict[str, str]], share: float) -> bool:
+    digest = hashlib.sha256(_questions(turns).encode()).digest()
+    return int.from_bytes(digest[:4], "big") < share * 2**32
+
+
+def _questions(turns: list[dict[str, str]]) -> str:
+    return json.dumps([(m["role"], m["content"]) for m in turns if m["role"] != "assistant"])
+
+
+def _different(conversations: Iterator[list[dict[str, str]]]) -> Iterator[list[dict[str, str]]]:
+    """Without repetitions. By the prompts alone, so that a resumed run forms the same batches."""
+    seen = set[str]()
+    for turns in conversations:
+        questions = _questions(turns)
+        if questions not in seen:
+            seen.add(questions)
+            yield turns
+
+
+def _batches(conversations: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    for turns in conversations:
+        batch.append(turns)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,62 @@
+"""Eagle3's objective in the form that the trainer runs."""
+
+import torch
+from torch import nn
+
+from ..modeling_eagle3 import Eagle3Drafter
+from .eagle3_objective import eagle3_objective
+from .objective import ObjectiveSums, TargetStates
+from .vocabulary_loss import Teacher
+
+
+class Eagle3Objective(nn.Module):
+    """
+    Loss of an Eagle3 drafter on a batch; every supervised position is an anchor.
+
+    Args:
+        drafter ([`Eagle3Drafter`]): trained; an embedding and a head of the target stay frozen.
+        decay (`float`): weight of step k is `decay ** k`.
+        chunk_rows (`int`): rows scored over the vocabulary at a time.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, decay: float = 0.8, chunk_rows: int = 1024):
+        super().__init__()
+        self.drafter = drafter
+        self.decay = decay
+        self.chunk_rows = chunk_rows
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        loss_mask: torch.Tensor,
+        states: TargetStates,
+        teacher_head: Teacher,
+    ) -> tuple[torch.Tensor, ObjectiveSums]:
+        """Same arguments and results as [`DSparkObjective`]; there is no confidence to learn."""
+        loss, figures = eagle3_objective(
+            self.drafter,
+            input_ids,
+            loss_mask.bool() & attention_mask.bool(),
+            states.features,
+            states.last_hidden,
+            teacher_head.logits,
+            decay=self.decay,
+            chunk_rows=self.chunk_rows,
+        )
+        count, zero = figures["count"], loss.new_zeros(())
+        learned = count.clamp(min=1)
+        return loss, ObjectiveSums(
+            weight=count.sum(),
+            cross_entropy=(figures["cross_entropy"] * count).sum(),
+            total_variation=(2 * (1 - figures["acceptance"]) * count).sum(),
+            confidence=zero,
+            acceptance=figures["acceptance"] * count,
+            confidence_error=torch.zeros_like(count),
+            count=count,
+            tokens=figures["accepted_length"] * learned[0],
+        )
+
+    def mean_loss(self, sums: ObjectiveSums) -> float:
+        """Mean cross-entropy of all steps and batches, undecayed."""
+        return float(sums.cross_entropy / sums.weight.clamp(min=1))

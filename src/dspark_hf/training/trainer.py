@@ -1,0 +1,218 @@
+"""`DSparkTrainer`: the host's `Trainer` around a frozen target and a drafter."""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..generation.checks import check_pairing
+from ..modeling_dspark import DSparkDrafter
+from ..modeling_eagle3 import Eagle3Drafter
+from .data import collate
+from .eagle3_module import Eagle3Objective
+from .feature_cache import FeatureCache
+from .objective import DSparkObjective, ObjectiveSums, ObjectiveWeights, TargetStates
+from .target_states import TargetReader
+
+# Anchors of an evaluation are always the same.
+_EVALUATION_SEED = 0
+
+
+class DSparkTrainer(Trainer):
+    """
+    Trains a drafter for a target that stays frozen in memory.
+
+    Everything of the host's `Trainer` works: gradient accumulation, checkpoints and resuming,
+    reports, `accelerate launch`, its optimisers (also the 8-bit ones of bitsandbytes).
+
+    Args:
+        drafter ([`DSparkDrafter`]):
+            Trained in place. Without an embedding and a head of its own it uses the target's,
+            which stay as they are.
+        target (`PreTrainedModel`): the model to draft for.
+        args (`TrainingArguments`): of the host.
+        train_dataset, eval_dataset ([`DraftDataset`]): examples.
+        weights ([`ObjectiveWeights`], *optional*): of the loss terms.
+        num_anchors (`int`, *optional*, defaults to 512): most anchors per example and step.
+        feature_caches (`tuple`, *optional*):
+            [`FeatureCache`] of the training and of the evaluation examples; by default the target
+            runs on every batch.
+        chunk_rows (`int`, *optional*, defaults to 1024): rows scored over the vocabulary at a time.
+    """
+
+    def __init__(
+        self,
+        drafter: DSparkDrafter,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        weights: ObjectiveWeights | None = None,
+        num_anchors: int = 512,
+        feature_caches: tuple[FeatureCache, FeatureCache | None] | None = None,
+        chunk_rows: int = 1024,
+        **kwargs: Any,
+    ):
+        check_pairing(target, drafter)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} accelerators are visible to one process. Start one process for "
+                "each: `accelerate launch -m dspark_hf train config.yaml`; or show it one only."
+            )
+        args = copy.copy(args)
+        # The collated batch holds what the objective needs; the host would drop it all.
+        args.remove_unused_columns = False
+        args.label_names = ["loss_mask"]
+        drafter.bind(
+            input_embeddings=None if drafter.embed_tokens else target.get_input_embeddings(),
+            output_embeddings=None if drafter.lm_head else target.get_output_embeddings(),
+        )
+        for module in (drafter.embed_tokens, drafter.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+        objective: DSparkObjective | Eagle3Objective
+        if isinstance(drafter, Eagle3Drafter):
+            objective = Eagle3Objective(drafter, chunk_rows=chunk_rows)
+        else:
+            objective = DSparkObjective(drafter, weights, num_anchors, chunk_rows)
+        super().__init__(
+            model=objective,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=collate,
+            **kwargs,
+        )
+        self.model_accepts_loss_kwargs = False
+        self.drafter = drafter
+        self.reader = TargetReader(target, drafter.config.target_layer_ids)
+        self.feature_caches = feature_caches
+        if isinstance(objective, DSparkObjective) and self.accelerator.num_processes > 1:
+            objective.num_processes = self.accelerator.num_processes
+            objective.sum_over_processes = lambda x: self.accelerator.reduce(x, reduction="sum")
+        self._sums: torch.Tensor | None = None
+
+    # -- steps
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loss of a batch; its sums are kept for the next report."""
+        loss, sums = self._run(model, inputs, 0)
+        vector = sums.flatten()
+        self._sums = vector if self._sums is None else self._sums + vector
+        return loss
+
+    def _run(
+        self, model: Any, inputs: dict[str, Any], cache: int
+    ) -> tuple[torch.Tensor, ObjectiveSums]:
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+        states = self._states(inputs, cache)
+        teacher = self.reader.teacher(states.last_hidden[:0, 0])
+        return model(**batch, states=states, teacher_head=teacher)
+
+    def _states(self, inputs: dict[str, Any], cache: int) -> TargetStates:
+        stored = self.feature_caches[cache] if self.feature_caches else None
+        if stored is not None:
+            return stored.load(inputs["index"], inputs["input_ids"].device)
+        return self.reader(inputs["input_ids"], inputs["attention_mask"])
+
+    # -- reports
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds acceptance and the terms of the loss to the host's reports of training."""
+        if "loss" in logs and self._sums is not None:
+            sums = self.accelerator.reduce(self._sums, reduction="sum")
+            logs = {**logs, **ObjectiveSums.unflatten(sums).metrics()}
+            self._sums = None
+        super().log(logs, *args, **kwargs)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """
+        Terms, acceptance per slot and expected τ on the evaluation examples, at fixed anchors.
+        """
+        model = self._wrap_model(self.model, training=False)
+        was_training = model.training
+        model.eval()
+        total: torch.Tensor | None = None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_EVALUATION_SEED)
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                inputs = self._prepare_inputs(inputs)
+                with self.compute_loss_context_manager():
+                    vector = self._run(model, inputs, 1)[1].flatten()
+                total = vector if total is None else total + vector
+        model.train(was_training)
+        if total is None:
+            raise ValueError("There are no evaluation examples: set aside some rows for it.")
+        sums = ObjectiveSums.unflatten(self.accelerator.reduce(total, reduction="sum"))
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in sums.metrics().items()}
+        objective = self.accelerator.unwrap_model(self.model)
+        metrics[f"{metric_key_prefix}_loss"] = objective.mean_loss(sums)
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    # -- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        folder = output_dir or self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        if state_dict is not None:
+            prefix = "drafter."
+            state_dict = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in state_dict.items()
+                if name.startswith(prefix)
+            }
+        self.drafter.save_pretrained(folder, state_dict=state_dict)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            # PyTorch reports a full disk as a RuntimeError.
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"Writing {folder} failed ({error}). Nothing of it was left there and earlier "
+                "checkpoints are whole: free some space and start the run again, it goes on from "
+                "the last one."
+            ) from error
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        stored = type(self.drafter).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        self.drafter.load_state_dict(stored.state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def last_complete_checkpoint(folder: str | os.PathLike) -> str | None:
+    """
+    The newest checkpoint of a run that was written to its end; `None` if there is none.
+
+    The trainer's state is what the host writes last, so a run that was killed while it saved leaves
+    a checkpoint without it.
+    """
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
+    for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
