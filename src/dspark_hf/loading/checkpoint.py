@@ -66,7 +66,7 @@ def read_facts(cls: Any, source: str, download_weights: bool, **hub: Any) -> Che
     try:
         if dialect == DEEPSEEK_V4:
             config: Any = deepseek_v4.drafter_config(raw, tensors, source, **hub)
-            deepseek_v4.check_stored(_meta_state(cls, config), config, tensors, source)
+            deepseek_v4.check_stored(meta_state(cls, config), config, tensors, source)
         else:
             to_config = normalise_eagle3 if dialect in EAGLE3_DIALECTS else normalise
             config = to_config(raw, dialect, source, tensors)
@@ -102,7 +102,7 @@ def check_tensors(
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
     differences.
     """
-    state = _meta_state(cls, config)
+    state = meta_state(cls, config)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     quantised = sorted(
         name
@@ -134,7 +134,7 @@ def check_tensors(
         )
 
 
-def _meta_state(cls: Any, config: DrafterConfig) -> dict[str, torch.Tensor]:
+def meta_state(cls: Any, config: DrafterConfig) -> dict[str, torch.Tensor]:
     """What a drafter consists of, without its values."""
     with torch.device("meta"):
         return cls(config).state_dict()
@@ -202,7 +202,7 @@ def _read_embedded(cls: Any, facts: CheckpointFacts, **hub: Any) -> dict[str, to
     local = {file: str(fetch(facts.source, file, **hub)) for file in files}
     paths = {name: local[tensor.file] for name, tensor in facts.tensors.items()}
     with deepseek_v4.StoredDrafter(paths) as stored:
-        return stored.state_dict(_meta_state(cls, facts.config), facts.config)
+        return stored.state_dict(meta_state(cls, facts.config), facts.config)
 
 
 def _check_draft_vocabulary(drafter: Any, source: str) -> None:

@@ -7,6 +7,7 @@ ordinary multi-token-prediction block, which base checkpoints carry at the same 
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import safe_open
 
 from ..configuration_dspark import DSparkConfig
 from ..quantised import FP8_BLOCK, dequantise_fp8
-from .files import FLOAT_BYTES, TensorInfo, fetch
+from .files import FLOAT_BYTES, TensorInfo, fetch, num_bytes
 
 DEEPSEEK_V4 = "deepseek_v4"
 PREFIX = "mtp."
@@ -333,6 +334,39 @@ def _known_formats(name: str) -> tuple[str, ...]:
         return ("F8_E8M0",)
     is_expert = ".ffn.experts." in name
     return ("F8_E4M3", *FLOAT_BYTES, *(("I8",) if is_expert else ()))
+
+
+def storage_facts(
+    own: Mapping[str, torch.Tensor], config: DSparkConfig, tensors: Mapping[str, TensorInfo]
+) -> dict[str, Any]:
+    """
+    What `dspark-hf inspect` says about an embedded drafter before anything is fetched: parameters
+    (a byte of packed FP4 holds two, scales are none), the files that hold it, and the bytes that it
+    takes in memory, its floating-point weights in bfloat16.
+    """
+    per_file: dict[str, list[int]] = {}
+    num_parameters = 0
+    for tensor in tensors.values():
+        size = math.prod(tensor.shape)
+        num_parameters += {"I8": 2, "F8_E8M0": 0}.get(tensor.dtype, 1) * size
+        per_file.setdefault(tensor.file, []).append(num_bytes(tensor))
+    # Here and not above: dialects are told apart without the host's modeling code.
+    from ..backbones.deepseek_v4 import FLOAT32_MODULES
+
+    float32 = set(FLOAT32_MODULES)
+    in_memory = sum(
+        tensor.numel()
+        * (1 if tensor.dtype == torch.uint8 else 4 if set(name.split(".")) & float32 else 2)
+        for name, tensor in own.items()
+    )
+    return {
+        "num_parameters": num_parameters,
+        "num_bytes_in_memory": in_memory,
+        "files": [
+            f"{file} ({len(sizes):,} tensors, {sum(sizes) / 1e9:.2f} GB)"
+            for file, sizes in sorted(per_file.items())
+        ],
+    }
 
 
 class StoredDrafter:

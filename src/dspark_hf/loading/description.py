@@ -6,7 +6,8 @@ from typing import Any
 from ..auto import drafter_class
 from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
-from .checkpoint import read_facts
+from . import deepseek_v4
+from .checkpoint import meta_state, read_facts
 from .dialects import ignored_keys
 from .files import num_bytes, read_config
 
@@ -50,6 +51,11 @@ def describe(source: str, **hub: Any) -> dict[str, Any]:
         "stored_dtypes": sorted({tensor.dtype for tensor in tensors.values()}),
         "files": sorted({tensor.file for tensor in tensors.values()}),
         "ignored_config_keys": ignored_keys(facts.raw_config, facts.dialect),
+        **(
+            deepseek_v4.storage_facts(meta_state(cls, config), config, tensors)
+            if facts.dialect == deepseek_v4.DEEPSEEK_V4
+            else {}
+        ),
     }
 
 

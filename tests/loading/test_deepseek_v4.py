@@ -1,0 +1,406 @@
+"""Drafters inside DeepSeek-V4 checkpoints: found, planned, read; everything else refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import GOLDEN, edit_config, no_weights_loaded, read_json
+from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError
+from dspark_hf.loading.description import describe
+from tiny_v4 import V4, V4_QUANTISED, load_golden_drafter, make_v4_drafter, v4_config
+
+INDEX = "model.safetensors.index.json"
+SIZES = {
+    "flash": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 43,
+        "num_attention_heads": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 1.5,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0],
+        "dspark_target_layer_ids": [40, 41, 42],
+        "dspark_markov_rank": 256,
+    },
+    "pro": {
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "o_groups": 16,
+        "moe_intermediate_size": 3072,
+        "n_routed_experts": 384,
+        "routed_scaling_factor": 2.5,
+        "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0, 0, 0],
+        "dspark_target_layer_ids": [58, 59, 60],
+        "dspark_markov_rank": 512,
+    },
+}
+
+
+def published_config(name):
+    """config.json of V4-Flash-DSpark or V4-Pro-DSpark."""
+    raw = read_json(GOLDEN / V4_QUANTISED / "config.json")
+    shared = {
+        "vocab_size": 129280,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "num_experts_per_tok": 6,
+        "num_hash_layers": 3,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "max_position_embeddings": 1048576,
+        "dspark_noise_token_id": 128799,
+    }
+    return {**raw, **shared, **SIZES[name]}
+
+
+def published_tensors(raw):
+    """Name, type and shape of every tensor of a published drafter, from the sizes in the config."""
+    hidden, heads, width = (
+        raw[key] for key in ("hidden_size", "num_attention_heads", "moe_intermediate_size")
+    )
+    rank, groups, experts = (raw[key] for key in ("q_lora_rank", "o_groups", "n_routed_experts"))
+
+    def fp8(name, rows, columns):
+        scale = (-(-rows // 128), -(-columns // 128))
+        return {f"{name}.weight": ("F8_E4M3", (rows, columns)), f"{name}.scale": ("F8_E8M0", scale)}
+
+    def fp4(name, rows, columns):
+        return {
+            f"{name}.weight": ("I8", (rows, columns // 2)),
+            f"{name}.scale": ("F8_E8M0", (rows, columns // 32)),
+        }
+
+    stages = []
+    for stage in range(3):
+        tensors = {
+            "attn.attn_sink": ("F32", (heads,)),
+            "attn.q_norm.weight": ("BF16", (rank,)),
+            "attn.kv_norm.weight": ("BF16", (512,)),
+            "attn_norm.weight": ("BF16", (hidden,)),
+            "ffn_norm.weight": ("BF16", (hidden,)),
+            "ffn.gate.weight": ("BF16", (experts, hidden)),
+            "ffn.gate.bias": ("F32", (experts,)),
+            **fp8("attn.wq_a", rank, hidden),
+            **fp8("attn.wq_b", heads * 512, rank),
+            **fp8("attn.wkv", 512, hidden),
+            **fp8("attn.wo_a", groups * 1024, heads * 512 // groups),
+            **fp8("attn.wo_b", hidden, groups * 1024),
+        }
+        for place in ("attn", "ffn"):
+            tensors[f"hc_{place}_fn"] = ("F32", (24, 4 * hidden))
+            tensors[f"hc_{place}_base"] = ("F32", (24,))
+            tensors[f"hc_{place}_scale"] = ("F32", (3,))
+        for part, shape in (("w1", (width, hidden)), ("w3", (width, hidden)), ("w2", (hidden, width))):
+            tensors |= fp8(f"ffn.shared_experts.{part}", *shape)
+            for expert in range(experts):
+                tensors |= fp4(f"ffn.experts.{expert}.{part}", *shape)
+        if stage == 0:
+            tensors |= fp8("main_proj", hidden, 3 * hidden)
+            tensors["main_norm.weight"] = ("BF16", (hidden,))
+        if stage == 2:
+            markov = (raw["vocab_size"], raw["dspark_markov_rank"])
+            tensors |= {
+                "norm.weight": ("BF16", (hidden,)),
+                "hc_head_fn": ("F32", (4, 4 * hidden)),
+                "hc_head_base": ("F32", (4,)),
+                "hc_head_scale": ("F32", (1,)),
+                "markov_head.markov_w1.weight": ("BF16", markov),
+                "markov_head.markov_w2.weight": ("BF16", markov),
+                "confidence_head.proj.weight": ("BF16", (1, hidden + markov[1])),
+            }
+        stages.append({f"mtp.{stage}.{name}": value for name, value in tensors.items()})
+    return stages
+
+
+def write_sparse_checkpoint(folder, raw):
+    """A checkpoint of full size whose weights take no space on disk: headers, and a hole."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    weight_map = {"embed.weight": "model-00001-of-00048.safetensors"}
+    for number, tensors in zip((46, 47, 48), published_tensors(raw), strict=True):
+        file, header, end = f"model-000{number}-of-00048.safetensors", {}, 0
+        for name, (dtype, shape) in tensors.items():
+            size = torch.Size(shape).numel() * {"F32": 4, "BF16": 2}.get(dtype, 1)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+            weight_map[name] = file
+        text = json.dumps(header).encode()
+        with open(folder / file, "wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + end)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "num_bytes", "billions", "gigabytes", "per_stage"),
+    [
+        ("flash", 4705, 10_862_838_300, 19.846, 11.3, (1568, 1565, 1572)),
+        ("pro", 7009, 41_979_375_900, 77.498, 43.2, (2336, 2333, 2340)),
+    ],
+)
+def test_the_plan_for_published_checkpoints(
+    tmp_path, name, num_tensors, num_bytes, billions, gigabytes, per_stage
+):
+    """Tensor and byte counts as measured on the published files; no target shard is needed."""
+    folder = write_sparse_checkpoint(tmp_path / name, published_config(name))
+    found = describe(str(folder))
+    assert found["dialect"] == "deepseek_v4"
+    assert found["num_tensors"] == num_tensors
+    assert found["num_bytes"] == num_bytes
+    assert round(found["num_parameters"] / 1e9, 3) == billions
+    assert round(found["num_bytes_in_memory"] / 1e9, 1) == gigabytes
+    assert [file.split(" (")[0][6:11] for file in found["files"]] == ["00046", "00047", "00048"]
+    counts = [int(file.split("(")[1].split(" ")[0].replace(",", "")) for file in found["files"]]
+    assert tuple(counts) == per_stage
+    assert found["num_draft_layers"] == 3
+    assert found["target_layer_ids"] == SIZES[name]["dspark_target_layer_ids"]
+    assert found["bound_from_target"] == ["embedding", "output head"]
+    assert found["confidence_head_with_markov"]
+
+
+def test_facts_of_a_published_config(tmp_path):
+    """Every field that the draft layers are built from, and none of the target's own."""
+    folder = write_sparse_checkpoint(tmp_path / "flash", published_config("flash"))
+    from dspark_hf.loading.checkpoint import read_facts
+
+    config = read_facts(DSparkDrafter, str(folder), download_weights=False).config
+    backbone = config.backbone_config
+    assert backbone.rope_parameters["main"] == {
+        "rope_type": "default",
+        "rope_theta": 10000,
+        "partial_rotary_factor": 0.125,
+    }
+    assert backbone.qk_rope_head_dim == 64
+    assert set(backbone.layer_types) == {"sliding_attention"}
+    assert set(backbone.mlp_layer_types) == {"moe"}
+    assert backbone.expert_dtype == "fp4"
+    assert (config.block_size, config.block_width, config.mask_token_id) == (5, 5, 128799)
+    assert config.anchor_predicts
+    assert not config.confidence_head_bias
+    assert (config.markov_head_type, config.markov_rank) == ("vanilla", 256)
+    assert getattr(backbone, "quantization_config", None) is None
+
+
+# -- which files and which stages
+
+
+def copy_repository(folder, name=V4):
+    return shutil.copytree(GOLDEN / name, folder)
+
+
+def edit_shard(folder, number, drop=(), **changes):
+    path = folder / f"model-0000{number}-of-00004.safetensors"
+    tensors = {name: t for name, t in {**load_file(path), **changes}.items() if name not in drop}
+    save_file(tensors, path, metadata={"format": "pt"})
+    index = read_json(folder / INDEX)
+    others = {n: f for n, f in index["weight_map"].items() if f != path.name}
+    index["weight_map"] = others | dict.fromkeys(tensors, path.name)
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def test_the_target_need_not_be_there(tmp_path):
+    """Three of 48 shards are enough; the index may list the others."""
+    folder = copy_repository(tmp_path / "v4")
+    (folder / "model-00001-of-00004.safetensors").unlink()
+    (folder / "golden_target.safetensors").unlink()
+    assert DSparkDrafter.from_pretrained(folder).config.backbone_config.num_hidden_layers == 3
+
+
+def test_a_missing_shard_of_the_drafter_is_named(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    (folder / "model-00003-of-00004.safetensors").unlink()
+    with pytest.raises(OSError, match=r"incomplete: its index lists model-00003-of-00004"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("nextn", [1, 3])
+def test_stages_are_not_counted_by_nextn(tmp_path, nextn):
+    """`num_nextn_predict_layers` is 1 in most published files and 3 in one."""
+    folder = copy_repository(tmp_path / "v4")
+    edit_config(folder, num_nextn_predict_layers=nextn)
+    assert DSparkDrafter.from_pretrained(folder).config.backbone_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("place", ["inference", "compress_ratios"])
+def test_stages_that_are_stated_and_not_stored(tmp_path, place):
+    folder = copy_repository(tmp_path / "v4")
+    if place == "inference":
+        (folder / "inference").mkdir()
+        (folder / "inference" / "config.json").write_text('{"n_mtp_layers": 4}', encoding="utf-8")
+    else:
+        edit_config(folder, compress_ratios=[0, 0, 4, 128, 4, 128, 0, 0, 0, 0])
+    with no_weights_loaded(), pytest.raises(ValueError, match=r"\[0, 1, 2\] are stored.* 4 of them"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def test_stages_without_any_statement_are_those_stored(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    edit_config(folder, compress_ratios=...)
+    assert DSparkDrafter.from_pretrained(folder).config.backbone_config.num_hidden_layers == 3
+
+
+def test_one_file_with_everything(tmp_path):
+    """A checkpoint in one file, with tensors of the target in it."""
+    folder = copy_repository(tmp_path / "v4")
+    tensors = {}
+    for shard in sorted(folder.glob("model-0*.safetensors")):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / INDEX).unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    drafter = DSparkDrafter.from_pretrained(folder)
+    expected = load_golden_drafter(bound=False).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in drafter.state_dict().items())
+
+
+def test_no_confidence_head_is_a_drafter_without_one(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    edit_shard(folder, 4, drop=("mtp.2.confidence_head.proj.weight",))
+    assert DSparkDrafter.from_pretrained(folder).confidence_head is None
+
+
+def test_fp8_experts_are_decoded(tmp_path):
+    """Without packed experts the layers are the host's own throughout."""
+    folder = copy_repository(tmp_path / "v4", V4_QUANTISED)
+    changes, drop = {}, []
+    values = torch.randint(-8, 8, (64, 256)).float()
+    for stage, number in enumerate((2, 3, 4)):
+        changes = {}
+        for expert in range(4):
+            for part, shape in (("w1", (64, 256)), ("w3", (64, 256)), ("w2", (256, 64))):
+                name = f"mtp.{stage}.ffn.experts.{expert}.{part}"
+                blocks = [-(-size // 128) for size in shape]
+                changes[f"{name}.weight"] = values.reshape(shape).to(torch.float8_e4m3fn)
+                scale = torch.full(blocks, 124, dtype=torch.uint8)
+                changes[f"{name}.scale"] = scale.view(torch.float8_e8m0fnu)
+        edit_shard(folder, number, drop, **changes)
+    drafter = DSparkDrafter.from_pretrained(folder, dtype=torch.float32)
+    assert drafter.config.backbone_config.expert_dtype is None
+    assert torch.equal(drafter.layers[1].mlp.experts.gate_up_proj[2, :64], values / 8)
+
+
+# -- refusals
+
+
+def refuse(folder, match, error=ValueError):
+    with no_weights_loaded(), pytest.raises(error, match=match):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def test_a_base_checkpoint_is_refused_before_its_index_is_read(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    (folder / INDEX).unlink()
+    edit_config(folder, **{key: ... for key in read_json(folder / "config.json") if "dspark" in key})
+    refuse(folder, "without dspark_block_size.*ends in -DSpark", UnsupportedCheckpointError)
+
+
+def test_an_ordinary_mtp_block_is_refused(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    edit_shard(
+        folder, 2, drop=("mtp.0.main_proj.weight",), **{"mtp.0.e_proj.weight": torch.ones(4, 4)}
+    )
+    refuse(folder, "lack mtp.0.main_proj.weight: an ordinary multi-token", UnsupportedCheckpointError)
+
+
+def test_a_target_saved_by_the_host_has_lost_its_drafter(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    for number in (2, 3, 4):
+        (folder / f"model-0000{number}-of-00004.safetensors").unlink()
+    index = read_json(folder / INDEX)
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if "mtp." not in n}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    refuse(folder, "without mtp.* tensors: Transformers leaves them out", UnsupportedCheckpointError)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]},
+        {"model_type": "deepseek_v4", "text_config": {"model_type": "deepseek_v41_text"}},
+    ],
+)
+def test_v41_is_refused_by_name(tmp_path, changes):
+    folder = copy_repository(tmp_path / "v4")
+    edit_config(folder, **changes)
+    refuse(folder, "a DeepSeek-V4.1 checkpoint.*another one", UnsupportedCheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"o_groups": ...}, "lacks o_groups"),
+        ({"dspark_noise_token_id": ...}, "lacks dspark_noise_token_id"),
+        ({"n_shared_experts": 2}, "n_shared_experts 2.*1 only"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False.*True only"),
+        ({"qk_rope_head_dim": ...}, "qk_rope_head_dim None"),
+        ({"dspark_noise_token_id": 256}, "mask_token_id is 256"),
+        ({"dspark_target_layer_ids": [3, 4, 6]}, "contains 6"),
+        ({"q_lora_rank": 16}, r"wq_a.weight has shape \(32, 64\), expected \(16, 64\)"),
+        ({"n_routed_experts": 4}, r"unexpected mtp.0.ffn.experts.4.w1.weight"),
+    ],
+)
+def test_a_config_that_does_not_fit(tmp_path, changes, match):
+    folder = copy_repository(tmp_path / "v4")
+    edit_config(folder, **changes)
+    refuse(folder, match)
+
+
+@pytest.mark.parametrize(
+    ("changes", "drop", "match"),
+    [
+        ({}, "mtp.1.attn.wkv.scale", r"missing mtp.1.attn.wkv.scale \(1, 2\)"),
+        ({}, "mtp.1.ffn.experts.3.w2.weight", "missing mtp.1.ffn.experts.3.w2.weight"),
+        ({"mtp.1.extra": torch.ones(2)}, None, r"unexpected mtp.1.extra \(2,\)"),
+        (
+            {"mtp.1.attn.wkv.scale": torch.ones(1, 2)},
+            None,
+            "mtp.1.attn.wkv.scale is stored as F32, which is not read",
+        ),
+        (
+            {"mtp.1.attn.wkv.weight": torch.ones(64, 256, dtype=torch.int8)},
+            None,
+            "mtp.1.attn.wkv.weight is stored as I8",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, changes, drop, match):
+    folder = copy_repository(tmp_path / "v4", V4_QUANTISED)
+    edit_shard(folder, 3, drop=(drop,), **changes)
+    refuse(folder, match)
+
+
+def test_a_truncated_shard_is_refused(tmp_path):
+    folder = copy_repository(tmp_path / "v4")
+    path = folder / "model-00003-of-00004.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refuse(folder, "is damaged")
+
+
+def test_the_other_class_is_refused():
+    with pytest.raises(UnsupportedCheckpointError, match="DSparkDrafter.from_pretrained"):
+        Eagle3Drafter.from_pretrained(GOLDEN / V4)
+
+
+def test_a_backbone_with_layers_of_the_target_is_refused():
+    drafter = make_v4_drafter()
+    fields = {**drafter.config.to_dict(), "backbone_config": v4_config()}
+    with pytest.raises(ValueError, match="layer_types has .*copied from the target"):
+        DSparkConfig(**{k: v for k, v in fields.items() if k in drafter.config.to_diff_dict()})
+
+
+def test_packed_experts_need_widths_of_32():
+    with pytest.raises(ValueError, match=r"scale for each 32 columns.*moe_intermediate_size is 16"):
+        from dspark_hf.backbones.packed_experts import PackedExperts
+
+        PackedExperts(v4_config(moe_intermediate_size=16))
