@@ -38,7 +38,9 @@ def test_fp4_has_the_low_nibble_first(dtype):
 
 def test_fp4_scales_hold_for_32_columns_of_one_row():
     packed = torch.full((2, 3, 32), 0x22, dtype=torch.uint8)
-    scale = torch.tensor([[[127, 128], [129, 130], [131, 132]], [[126, 125], [124, 123], [122, 121]]])
+    scale = torch.tensor(
+        [[[127, 128], [129, 130], [131, 132]], [[126, 125], [124, 123], [122, 121]]]
+    )
     found = dequantise_fp4(packed, scale.to(torch.uint8), torch.float32)
     assert found.shape == (2, 3, 64)
     assert torch.equal(found[..., ::32], 2.0 ** (scale.float() - 127))

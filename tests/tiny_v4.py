@@ -1,4 +1,4 @@
-"""A tiny DeepSeek-V4 target with every kind of layer, and the golden drafter bound to its target."""
+"""A tiny DeepSeek-V4 target with every kind of layer, and the golden drafter."""
 
 import functools
 

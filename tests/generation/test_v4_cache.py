@@ -223,9 +223,7 @@ def test_other_caches_are_left_alone():
 def test_every_part_of_the_state_matters(target, monkeypatch, mutant):
     """Leaving out one part of the rollback is seen by the comparison above."""
     if mutant == "overlap":
-        monkeypatch.setattr(
-            v4_cache.RewindableCSALayer, "_restore_overlap", lambda *args: None
-        )
+        monkeypatch.setattr(v4_cache.RewindableCSALayer, "_restore_overlap", lambda *args: None)
     else:
         crop = RewindableHCALayer.crop
 

@@ -1,10 +1,12 @@
-"""`generate` on DeepSeek-V4 targets: exact with every drafter, and nothing of the caller is changed."""
+"""`generate` on DeepSeek-V4 targets: exact with every drafter; the caller keeps what is his."""
 
 import functools
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_sampling import assert_distributed_as
+from test_v4_cache import assert_same_state, run, start
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
@@ -13,8 +15,6 @@ from dspark_hf import DSparkCandidateGenerator, collect_statistics
 from dspark_hf.drafting import probabilities
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.pipelines import _load_drafter
-from test_sampling import assert_distributed_as
-from test_v4_cache import assert_same_state, run, start
 from tiny import make_drafter, make_prompt, make_scripted
 from tiny_v4 import (
     V4,
@@ -48,9 +48,7 @@ def test_the_embedded_drafter_on_its_target_is_exact():
     """The text of an independent run of the target, 48 tokens past its window of 16."""
     record = load_file(GOLDEN / V4 / "golden_target.safetensors")
     drafter = load_golden_drafter(bound=False)
-    output, statistics = generate(
-        golden_target(), record["input_ids"], drafter, max_new_tokens=48
-    )
+    output, statistics = generate(golden_target(), record["input_ids"], drafter, max_new_tokens=48)
     assert torch.equal(output, record["greedy_48"])
     assert statistics.verified > 100
 
@@ -60,9 +58,7 @@ def test_every_accepted_count_is_exact_on_the_golden_target(num_right):
     """B012, B018, B019, B044: oracle and half-right drafters."""
     record = load_file(GOLDEN / V4 / "golden_target.safetensors")
     drafter = make_scripted(load_golden_drafter(bound=False), record["greedy_48"], num_right)
-    output, statistics = generate(
-        golden_target(), record["input_ids"], drafter, max_new_tokens=24
-    )
+    output, statistics = generate(golden_target(), record["input_ids"], drafter, max_new_tokens=24)
     assert torch.equal(output, record["greedy_48"][:, : output.shape[1]])
     assert output.shape[1] == 30 + 24
     assert statistics.accepted == sum(statistics.verified_at[:num_right])
@@ -234,7 +230,11 @@ def test_sampled_texts_have_the_targets_distribution():
     """Over all 64 texts of three tokens; the prompt ends one before a compression boundary."""
     target = small_target()
     drafter = make_v4_drafter(
-        VOCAB, taps=(0, 1), block_size=2, num_target_layers=2, confidence_head=False,
+        VOCAB,
+        taps=(0, 1),
+        block_size=2,
+        num_target_layers=2,
+        confidence_head=False,
         confidence_head_with_markov=False,
     )
     prompt = torch.tensor([[3, 2, 1, 2, 3, 1, 2]])

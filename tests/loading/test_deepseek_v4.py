@@ -1,4 +1,4 @@
-"""Drafters inside DeepSeek-V4 checkpoints: found, planned, read; everything else refused by name."""
+"""Drafters inside DeepSeek-V4 checkpoints: found, planned, read; all else refused by name."""
 
 import json
 import shutil
@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import GOLDEN, edit_config, no_weights_loaded, read_json
 from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError
+from dspark_hf.backbones.packed_experts import PackedExperts
+from dspark_hf.loading.checkpoint import read_facts
 from dspark_hf.loading.description import describe
 from tiny_v4 import V4, V4_QUANTISED, load_golden_drafter, make_v4_drafter, v4_config
 
@@ -99,7 +101,11 @@ def published_tensors(raw):
             tensors[f"hc_{place}_fn"] = ("F32", (24, 4 * hidden))
             tensors[f"hc_{place}_base"] = ("F32", (24,))
             tensors[f"hc_{place}_scale"] = ("F32", (3,))
-        for part, shape in (("w1", (width, hidden)), ("w3", (width, hidden)), ("w2", (hidden, width))):
+        for part, shape in (
+            ("w1", (width, hidden)),
+            ("w3", (width, hidden)),
+            ("w2", (hidden, width)),
+        ):
             tensors |= fp8(f"ffn.shared_experts.{part}", *shape)
             for expert in range(experts):
                 tensors |= fp4(f"ffn.experts.{expert}.{part}", *shape)
@@ -172,8 +178,6 @@ def test_the_plan_for_published_checkpoints(
 def test_facts_of_a_published_config(tmp_path):
     """Every field that the draft layers are built from, and none of the target's own."""
     folder = write_sparse_checkpoint(tmp_path / "flash", published_config("flash"))
-    from dspark_hf.loading.checkpoint import read_facts
-
     config = read_facts(DSparkDrafter, str(folder), download_weights=False).config
     backbone = config.backbone_config
     assert backbone.rope_parameters["main"] == {
@@ -240,7 +244,10 @@ def test_stages_that_are_stated_and_not_stored(tmp_path, place):
         (folder / "inference" / "config.json").write_text('{"n_mtp_layers": 4}', encoding="utf-8")
     else:
         edit_config(folder, compress_ratios=[0, 0, 4, 128, 4, 128, 0, 0, 0, 0])
-    with no_weights_loaded(), pytest.raises(ValueError, match=r"\[0, 1, 2\] are stored.* 4 of them"):
+    with (
+        no_weights_loaded(),
+        pytest.raises(ValueError, match=r"\[0, 1, 2\] are stored.* 4 of them"),
+    ):
         DSparkDrafter.from_pretrained(folder)
 
 
@@ -301,7 +308,9 @@ def refuse(folder, match, error=ValueError):
 def test_a_base_checkpoint_is_refused_before_its_index_is_read(tmp_path):
     folder = copy_repository(tmp_path / "v4")
     (folder / INDEX).unlink()
-    edit_config(folder, **{key: ... for key in read_json(folder / "config.json") if "dspark" in key})
+    edit_config(
+        folder, **{key: ... for key in read_json(folder / "config.json") if "dspark" in key}
+    )
     refuse(folder, "without dspark_block_size.*ends in -DSpark", UnsupportedCheckpointError)
 
 
@@ -310,7 +319,9 @@ def test_an_ordinary_mtp_block_is_refused(tmp_path):
     edit_shard(
         folder, 2, drop=("mtp.0.main_proj.weight",), **{"mtp.0.e_proj.weight": torch.ones(4, 4)}
     )
-    refuse(folder, "lack mtp.0.main_proj.weight: an ordinary multi-token", UnsupportedCheckpointError)
+    refuse(
+        folder, "lack mtp.0.main_proj.weight: an ordinary multi-token", UnsupportedCheckpointError
+    )
 
 
 def test_a_target_saved_by_the_host_has_lost_its_drafter(tmp_path):
@@ -320,7 +331,9 @@ def test_a_target_saved_by_the_host_has_lost_its_drafter(tmp_path):
     index = read_json(folder / INDEX)
     index["weight_map"] = {n: f for n, f in index["weight_map"].items() if "mtp." not in n}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    refuse(folder, "without mtp.* tensors: Transformers leaves them out", UnsupportedCheckpointError)
+    refuse(
+        folder, "without mtp.* tensors: Transformers leaves them out", UnsupportedCheckpointError
+    )
 
 
 @pytest.mark.parametrize(
@@ -388,19 +401,17 @@ def test_a_truncated_shard_is_refused(tmp_path):
 
 
 def test_the_other_class_is_refused():
-    with pytest.raises(UnsupportedCheckpointError, match="DSparkDrafter.from_pretrained"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"DSparkDrafter\.from_pretrained"):
         Eagle3Drafter.from_pretrained(GOLDEN / V4)
 
 
 def test_a_backbone_with_layers_of_the_target_is_refused():
     drafter = make_v4_drafter()
     fields = {**drafter.config.to_dict(), "backbone_config": v4_config()}
-    with pytest.raises(ValueError, match="layer_types has .*copied from the target"):
+    with pytest.raises(ValueError, match=r"layer_types has .*copied from the target"):
         DSparkConfig(**{k: v for k, v in fields.items() if k in drafter.config.to_diff_dict()})
 
 
 def test_packed_experts_need_widths_of_32():
     with pytest.raises(ValueError, match=r"scale for each 32 columns.*moe_intermediate_size is 16"):
-        from dspark_hf.backbones.packed_experts import PackedExperts
-
         PackedExperts(v4_config(moe_intermediate_size=16))

@@ -45,7 +45,9 @@ def run_rounds(drafter, name, edit=None, rows=1):
 
 def differences(blocks, name, field="draft_logits"):
     """How far a field of every round is from the reference."""
-    values = [block.logits if field == "draft_logits" else block.confidence_logits for block in blocks]
+    values = [
+        block.logits if field == "draft_logits" else block.confidence_logits for block in blocks
+    ]
     return [
         (value - golden(name)[f"round{number}.{field}"]).abs().max().item()
         for number, value in zip(ROUNDS, values, strict=True)
@@ -157,8 +159,9 @@ def test_saved_and_loaded_in_our_layout(tmp_path):
 def test_bfloat16_keeps_what_the_reference_keeps_in_float32():
     """Norms, sinks, hyper-connections; drafts agree with float32 for the most part."""
     drafter = bind_recorded(
-        DSparkDrafter.from_pretrained(load_golden_drafter(bound=False).name_or_path,
-                                      dtype=torch.bfloat16).eval()
+        DSparkDrafter.from_pretrained(
+            load_golden_drafter(bound=False).name_or_path, dtype=torch.bfloat16
+        ).eval()
     )
     dtypes = {name: tensor.dtype for name, tensor in drafter.state_dict().items()}
     assert dtypes["layers.0.attn_hc.fn"] == dtypes["layers.1.self_attn.sinks"] == torch.float32

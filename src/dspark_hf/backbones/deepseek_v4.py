@@ -69,9 +69,7 @@ def build_input_embeddings(config: PreTrainedConfig, vocab_size: int) -> nn.Modu
     return nn.Embedding(vocab_size, config.hidden_size)
 
 
-def embed(
-    embeddings: nn.Module, token_ids: torch.Tensor, config: PreTrainedConfig
-) -> torch.Tensor:
+def embed(embeddings: nn.Module, token_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """Block embeddings, repeated over the streams: `(R, W)` to `(R, W, S, H)`."""
     embedded = embeddings(token_ids)
     return embedded.unsqueeze(2).expand(-1, -1, config.hc_mult, -1).contiguous()
@@ -126,9 +124,7 @@ def run_layer(
     )
 
 
-def read_out(
-    drafter: nn.Module, hidden_states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_out(drafter: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     What the output head reads and what the confidence head reads, `(R, W, H)` each: the collapsed
     streams after and before the final norm.

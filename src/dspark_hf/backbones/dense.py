@@ -87,9 +87,7 @@ def run_layer(
     )
 
 
-def read_out(
-    drafter: nn.Module, hidden_states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_out(drafter: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     What the output head reads and what the confidence head reads, `(R, W, H)` each: here the same,
     the block after the final norm.

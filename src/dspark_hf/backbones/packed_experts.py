@@ -14,8 +14,8 @@ class PackedExperts(nn.Module):
     FP4 experts in place of the host's `DeepseekV4Experts`: the same call and the same result.
 
     E experts of width I over hidden size H, as bytes: `gate_up_proj` (E, 2I, H / 2) with scales
-    (E, 2I, H / 32), `down_proj` (E, H, I / 2) with scales (E, H, I / 32). A block of 5 tokens with 6
-    experts each decodes at most 30 of them; decoding all would take four times the memory.
+    (E, 2I, H / 32), `down_proj` (E, H, I / 2) with scales (E, H, I / 32). A block of 5 tokens with
+    6 experts each decodes at most 30 of them; decoding all would take four times the memory.
     """
 
     def __init__(self, config: PreTrainedConfig):

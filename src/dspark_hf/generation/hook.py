@@ -47,7 +47,6 @@ def _wrap_validate(original):
             from transformers.generation import GenerationMode
 
             from .checks import check_generation_mode, check_pairing
-
             from .v4_cache import has_rewindable_cache
 
             check_generation_mode(generation_config, generation_mode)

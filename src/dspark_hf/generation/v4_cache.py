@@ -95,11 +95,12 @@ class RewindableHCALayer(DeepseekV4HCACache):
     is_croppable = True
 
     def __init__(self, layer: DeepseekV4HCACache):
+        self.keys: Any = None
         self._take_over(layer)
         self._journal: _Journal | None = None
 
     def _take_over(self, layer: DeepseekV4HCACache) -> None:
-        vars(self).update(vars(layer))
+        self.__dict__.update(layer.__dict__)
         for name in _COMPRESSOR_STATES:
             if hasattr(layer, name):
                 setattr(self, name, copy.copy(getattr(layer, name)))
@@ -108,8 +109,8 @@ class RewindableHCALayer(DeepseekV4HCACache):
         """Give the state that was reached to the layer that this one replaced."""
         if self._journal is not None:
             self.crop(0)
-        state = {name: value for name, value in vars(self).items() if name != "_journal"}
-        vars(layer).update(state)
+        state = {name: value for name, value in self.__dict__.items() if name != "_journal"}
+        layer.__dict__.update(state)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,5 +1,5 @@
 """
-Drafters embedded in DeepSeek-V4 checkpoints: found, described and read out of their `mtp.*` tensors.
+Drafters embedded in DeepSeek-V4 checkpoints: found, described and read out of `mtp.*` tensors.
 
 Stage s of the drafter is stored under `mtp.{s}.` in runtime names, FP8 and FP4 quantised; embedding
 and output head are the target's. The names `e_proj`, `h_proj` in place of `main_proj` are an
@@ -182,7 +182,8 @@ def drafter_config(
     The embedded drafter's facts as a [`DSparkConfig`].
 
     Raises:
-        `ValueError`: a key is missing, a value that the host's layers do not implement, or stages that are missing.
+        `ValueError`: a key or a stage is missing, or a value is one that the host's layers do not
+        implement.
     """
     missing = [key for key in REQUIRED_KEYS + BACKBONE_KEYS if raw.get(key) is None]
     if missing:
@@ -225,7 +226,9 @@ def drafter_config(
         stores_output_embeddings=False,
         architectures=["DSparkDrafter"],
         dtype=raw.get("dtype", raw.get("torch_dtype")),
-        **{key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_id=raw.get("eos_token_id"),
+        pad_token_id=raw.get("pad_token_id"),
     )
 
 
@@ -311,7 +314,9 @@ def check_stored(
     """
     own_shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     expected = stored_shapes(own_shapes, config, tensors)
-    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors]
+    problems = [
+        f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors
+    ]
     for name, tensor in tensors.items():
         if name not in expected:
             problems.append(f"unexpected {name} {tensor.shape}")
