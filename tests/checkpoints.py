@@ -36,10 +36,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def copy_folder(source: Path, folder: Path) -> Path:
+    """config.json and weights of any checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, folder)
+    return folder
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change keys of config.json; a value of `...` drops the key."""
-    raw = {**read_json(folder / "config.json"), **changes}
-    raw = {key: value for key, value in raw.items() if value is not ...}
+    """Change keys of config.json, nested ones by a dotted path; `...` drops the key."""
+    raw = read_json(folder / "config.json")
+    for path, value in changes.items():
+        *outer, key = path.split(".")
+        section = raw
+        for name in outer:
+            section = section[name]
+        if value is ...:
+            section.pop(key, None)
+        else:
+            section[key] = value
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
 
 

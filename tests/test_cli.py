@@ -245,3 +245,62 @@ def test_impossible_arguments_end_before_a_model_loads(pair, arguments, monkeypa
     """One usage error, exit code 2."""
     monkeypatch.setattr(cli_models, "load_pair", None)
     run(arguments[0], *pair["models"], *arguments[1:], code=2)
+
+
+@pytest.mark.parametrize("layout", ["deepspec", "speculators"])
+def test_export_writes_a_layout_and_prints_its_commands(pair, tmp_path, layout):
+    """What `from_pretrained` reads as that layout; the card names the target."""
+    options = ("--layout", layout, "--target-name", "o/t", "--license", "mit")
+    output = run("export", pair["drafter"], str(tmp_path / "out"), *options)
+    assert "vllm serve" in output
+    assert json.loads(run("inspect", str(tmp_path / "out"), "--json"))["dialect"] == layout
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "`o/t`" in card
+    assert "license: mit" in card
+
+
+def test_export_copies_the_matrices_of_a_target(pair, tmp_path):
+    """`--copy-from` loads the target and names it."""
+    make_drafter(stored=False).save_pretrained(tmp_path / "bare")
+    run("export", str(tmp_path / "bare"), str(tmp_path / "out"), "--copy-from", pair["target"])
+    facts = json.loads(run("inspect", str(tmp_path / "out"), "--json"))
+    assert facts["bound_from_target"] == []
+
+
+def test_probe_prints_its_evidence(pair, tmp_path):
+    """Table and JSON; nothing is decided by a drafter of random weights."""
+    path = tmp_path / "probe.json"
+    output = run(
+        "probe",
+        *pair["models"],
+        *("--max-new-tokens", "24", "--num-anchors", "8", "--json", str(path)),
+    )
+    assert "anchor_first ←" in output
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["stated"] == {"anchor_predicts": True, "tap_offset": 0, "causal": False}
+    assert len(result["evidence"]) >= 5
+    assert result["evidence"][0]["num_anchors"] == 8
+
+
+def test_a_silent_checkpoint_is_probed_once_and_it_is_said(pair, tmp_path, caplog):
+    """A Markov head without a confidence head under a DFlash label may be either layout."""
+    from test_layouts import deepspec
+
+    folder, _ = deepspec(tmp_path, architectures=["DFlashDraftModel"], enable_confidence_head=False)
+    from checkpoints import edit_tensors
+
+    edit_tensors(folder, drop=("confidence_head.proj.weight", "confidence_head.proj.bias"))
+    loaded = cli_models.load_pair(pair["target"], str(folder), "float32", 1)
+    assert "does not say how its blocks are laid out" in caplog.text
+    assert "block_layout=" in caplog.text
+    used = "anchor_first" if loaded.drafter.config.anchor_predicts else "infill"
+    assert f"{used} agreed best" in caplog.text
+
+
+def test_inspect_can_be_told_the_layout(pair, tmp_path):
+    from test_layouts import zlab
+
+    folder, _ = zlab(tmp_path)
+    told = json.loads(run("inspect", str(folder), "--layout", "anchor_first", "--json"))
+    assert (told["block_size"], told["anchor_predicts"]) == (5, True)
+    assert "read as" not in run("inspect", str(folder))

@@ -8,14 +8,14 @@ from transformers import AutoConfig
 
 from checkpoints import DFLASH, GEMMA4, GOLDEN, RNN, VANILLA, read_json
 from dspark_hf import DSparkConfig, DSparkDrafter
-from dspark_hf.loading.dialects import DEEPSPEC, normalise
+from dspark_hf.loading.detection import DEEPSPEC
+from dspark_hf.loading.dialects import read_dialect
 from tiny import make_drafter
 
 REQUIRED = (
     "block_size",
     "mask_token_id",
     "target_layer_ids",
-    "num_target_layers",
     "target_hidden_size",
     "vocab_size",
 )
@@ -83,7 +83,7 @@ def test_dict_round_trip():
 def test_every_fact_survives_saving(tmp_path, name, anchor_predicts):
     """B071, B074, B097: one layout is written, and it has everything; the layout flag too."""
     raw = read_json(GOLDEN / name / "config.json")
-    config = normalise(raw, DEEPSPEC, name, ["confidence_head.proj.bias"])
+    config = read_dialect(raw, DEEPSPEC, name, dict.fromkeys(["confidence_head.proj.bias"])).config
     config.anchor_predicts = anchor_predicts
     config.save_pretrained(tmp_path)
     for loaded in (DSparkConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
@@ -136,7 +136,8 @@ QWEN3_14B = {
     "num_target_layers": 40,
     "target_layer_ids": [1, 10, 19, 28, 37],
 }
-DFLASH_4B = {**QWEN3_4B, "markov_rank": 0, "enable_confidence_head": False}
+HEADLESS = {"markov_rank": 0, "enable_confidence_head": False}
+DFLASH_4B = {**QWEN3_4B, **HEADLESS}
 GEMMA4_12B = {
     "vocab_size": 262144,
     "hidden_size": 3840,
@@ -163,15 +164,21 @@ GEMMA4_12B = {
         (VANILLA, {**QWEN3_4B, "markov_head_type": "rnn"}, 66, 1_395_493_633, None),
         (VANILLA, QWEN3_8B, 64, 2_371_081_729, 1_126_422_017),
         (VANILLA, QWEN3_14B, 64, 3_416_263_169, 1_860_438_529),
-        (VANILLA, DFLASH_4B, 60, 1_315_339_520, None),
+        (VANILLA, DFLASH_4B, 60, 1_315_339_520, 537_427_200),
+        (VANILLA, {**QWEN3_8B, **HEADLESS}, 60, 2_293_286_144, 1_048_626_432),
+        (VANILLA, {**QWEN3_14B, **HEADLESS}, 60, 3_338_466_560, 1_782_641_920),
         (GEMMA4, GEMMA4_12B, 74, 3_430_444_550, 1_417_178_630),
+        (GEMMA4, {**GEMMA4_12B, **HEADLESS}, 70, 3_296_222_725, 1_282_956_805),
     ],
-    ids=["4B", "4B-gated", "4B-rnn", "8B", "14B", "4B-dflash", "gemma4-12B"],
+    ids=["4B", "4B-gated", "4B-rnn", "8B", "14B"]
+    + [f"{size}-dflash" for size in ("4B", "8B", "14B")]
+    + ["gemma4-12B", "gemma4-12B-dflash"],
 )
 def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_head):
     """B075, B147: tensor count and element totals of the released drafters, on the meta device."""
     stored = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
-    config = normalise(published(name, **sizes), DEEPSPEC, "published", stored)
+    known = dict.fromkeys(stored)
+    config = read_dialect(published(name, **sizes), DEEPSPEC, "published", known).config
     with torch.device("meta"):
         state = DSparkDrafter(config).state_dict()
     assert len(state) == tensors
@@ -185,12 +192,12 @@ def test_published_sizes(name, sizes, tensors, elements, without_embedding_and_h
 def gemma4_on_meta(**changes):
     raw = published(GEMMA4, **{**GEMMA4_12B, **changes})
     with torch.device("meta"):
-        return DSparkDrafter(normalise(raw, DEEPSPEC, "published", ())).state_dict()
+        return DSparkDrafter(read_dialect(raw, DEEPSPEC, "published", {}).config).state_dict()
 
 
 def test_published_head_widths_are_stated_not_derived():
     """B086, B087: 32 heads of 128 on a width of 2560; 16 global heads of 512 on 3840."""
-    config = normalise(published(VANILLA, **QWEN3_4B), DEEPSPEC, "published", ())
+    config = read_dialect(published(VANILLA, **QWEN3_4B), DEEPSPEC, "published", {}).config
     with torch.device("meta"):
         state = DSparkDrafter(config).state_dict()
     assert state["layers.0.self_attn.q_proj.weight"].shape == (4096, 2560)
@@ -219,5 +226,5 @@ def test_the_targets_layer_pattern_is_no_fact_about_the_drafter():
     """B089, B112: Gemma 4 draft layers are full-attention layers whatever the copied list says."""
     pattern = ["sliding_attention"] * 4 + ["full_attention"]
     raw = published(GEMMA4, **GEMMA4_12B, layer_types=pattern)
-    config = normalise(raw, DEEPSPEC, "published", ())
+    config = read_dialect(raw, DEEPSPEC, "published", {}).config
     assert config.backbone_config.layer_types == ["full_attention"] * 5

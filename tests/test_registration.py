@@ -318,7 +318,7 @@ def test_other_published_drafters_are_no_small_models_either(architecture, tmp_p
 
 def test_the_hosts_own_assistants_are_not_foreign():
     """B103: what the host loads and runs itself goes to the host."""
-    from dspark_hf.loading.dialects import is_foreign_drafter
+    from dspark_hf.loading.detection import is_foreign_drafter
 
     assert not is_foreign_drafter({"model_type": "muse_glimmer_assistant"})
     assert is_foreign_drafter({"model_type": "qwen3", "architectures": ["DFlashDraftModel"]})

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
     from .configuration_eagle3 import Eagle3Config
     from .drafting import DraftBlock, DraftContext
+    from .exporting.export import export_drafter
     from .generation.candidate_generator import DSparkCandidateGenerator
     from .generation.outputs import DSparkDecoderOnlyOutput
     from .generation.statistics import RoundRecord, Statistics, collect_statistics
-    from .loading.dialects import UnsupportedCheckpointError
+    from .loading.detection import UnsupportedCheckpointError
     from .modeling_dspark import DSparkDrafter
     from .modeling_eagle3 import Eagle3Drafter
+    from .probing import probe_layout
 
 __version__ = "0.1.0"
 
@@ -34,8 +36,10 @@ _NAMES = {
     "Eagle3Drafter": "modeling_eagle3",
     "RoundRecord": "generation.statistics",
     "Statistics": "generation.statistics",
-    "UnsupportedCheckpointError": "loading.dialects",
+    "UnsupportedCheckpointError": "loading.detection",
     "collect_statistics": "generation.statistics",
+    "export_drafter": "exporting.export",
+    "probe_layout": "probing",
 }
 
 __all__ = [
@@ -51,6 +55,8 @@ __all__ = [
     "Statistics",
     "UnsupportedCheckpointError",
     "collect_statistics",
+    "export_drafter",
+    "probe_layout",
 ]
 
 

@@ -34,7 +34,7 @@ _ENTRIES = (DrafterEntry, Eagle3Entry)
 
 def drafter_class(raw: dict[str, Any]) -> Any:
     """The class that reads the drafter which a config.json describes, or says what it is."""
-    from .loading.dialects import is_eagle3
+    from .loading.detection import is_eagle3
 
     if is_eagle3(raw):
         from .modeling_eagle3 import Eagle3Drafter
@@ -79,14 +79,9 @@ def _wrap_get_model_class(original):
     def _get_model_class(config, model_mapping):
         if isinstance(config, DSparkConfig | Eagle3Config):
             return drafter_class({"model_type": config.model_type})
-        from .loading import dialects
+        from .loading.detection import DRAFTER_ARCHITECTURES
 
-        known = {
-            *dialects.DEEPSPEC_BACKBONES,
-            *dialects.DEEPSPEC_EAGLE3_BACKBONES,
-            *dialects.FOREIGN_ARCHITECTURES,
-        }
-        drafters = [name for name in config.architectures or () if name in known]
+        drafters = [name for name in config.architectures or () if name in DRAFTER_ARCHITECTURES]
         if drafters:
             source = config.name_or_path or "this checkpoint"
             raise ValueError(

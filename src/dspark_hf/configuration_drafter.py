@@ -19,7 +19,6 @@ class DrafterConfig(PreTrainedConfig):
     required_facts: ClassVar[tuple[str, ...]] = (
         "block_size",
         "target_layer_ids",
-        "num_target_layers",
         "target_hidden_size",
         "vocab_size",
     )
@@ -88,8 +87,10 @@ class DrafterConfig(PreTrainedConfig):
                     "the drafter was trained and cannot be guessed: take it from the checkpoint's "
                     "config.json or its author."
                 )
-        for name in ("block_size", "num_target_layers", "target_hidden_size", "vocab_size"):
+        for name in ("block_size", "target_hidden_size", "vocab_size"):
             require_int(name, getattr(self, name), minimum=1)
+        if self.num_target_layers is not None:
+            require_int("num_target_layers", self.num_target_layers, minimum=1)
         if self.backbone_config.model_type not in BACKBONES:
             raise ValueError(
                 f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
@@ -125,7 +126,7 @@ class DrafterConfig(PreTrainedConfig):
                 f"target_layer_ids must be strictly increasing, found {list(ids)}: the context "
                 "projection was trained on one order of the taps."
             )
-        if ids[-1] >= self.num_target_layers:
+        if self.num_target_layers is not None and ids[-1] >= self.num_target_layers:
             raise ValueError(
                 f"target_layer_ids contains {ids[-1]}, but a target of {self.num_target_layers} "
                 f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "

@@ -27,8 +27,9 @@ class DSparkConfig(DrafterConfig):
         target_layer_ids (`list[int]`):
             Taps: target decoder layers whose raw output is read, strictly increasing. -1 is the
             input of the first layer.
-        num_target_layers (`int`):
-            Depth of the target.
+        num_target_layers (`int`, *optional*):
+            Depth of the target. `None` where a published layout does not record it; the taps are
+            then compared with the target's depth when the two meet.
         target_hidden_size (`int`):
             Width of the target's hidden states.
         vocab_size (`int`):
@@ -57,6 +58,16 @@ class DSparkConfig(DrafterConfig):
             Whether the checkpoint carries its own embedding; otherwise the target's is bound.
         stores_output_embeddings (`bool`, *optional*, defaults to `True`):
             Whether the checkpoint carries its own output head; otherwise the target's is bound.
+        causal_layers (`list[int]`, *optional*):
+            Draft layers in which a block slot sees earlier slots of its block only. In all others
+            the slots see each other in both directions.
+        sliding_window_per_slot (`bool`, *optional*, defaults to `False`):
+            Where the window w of a sliding draft layer is measured from. `False`: from the anchor,
+            so that every slot sees the last w context rows. `True`: from each slot, which sees
+            positions closer than w to its own.
+        unscaled_input_embeddings (`bool`, *optional*, defaults to `False`):
+            Whether the block is embedded with the plain rows of a bound embedding, also where the
+            target's own module scales what it looks up.
         bos_token_id, eos_token_id, pad_token_id (*optional*):
             The target's special tokens when the drafter was trained; compared, never used.
     """
@@ -83,6 +94,9 @@ class DSparkConfig(DrafterConfig):
         final_logit_softcapping: float | None = None,
         stores_input_embeddings: bool = True,
         stores_output_embeddings: bool = True,
+        causal_layers: list[int] | None = None,
+        sliding_window_per_slot: bool = False,
+        unscaled_input_embeddings: bool = False,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
@@ -95,6 +109,9 @@ class DSparkConfig(DrafterConfig):
         self.confidence_head = confidence_head
         self.confidence_head_with_markov = confidence_head_with_markov
         self.confidence_head_bias = confidence_head_bias
+        self.causal_layers = list(causal_layers or [])
+        self.sliding_window_per_slot = sliding_window_per_slot
+        self.unscaled_input_embeddings = unscaled_input_embeddings
         super().__init__(
             backbone_config=backbone_config,
             block_size=block_size,
@@ -120,6 +137,13 @@ class DSparkConfig(DrafterConfig):
         """
         return self.block_size if self.anchor_predicts else self.block_size + 1
 
+    @property
+    def needs_block_mask(self) -> bool:
+        """Whether some draft layer hides part of its keys from some slots of the block."""
+        types = getattr(self.backbone_config, "layer_types", None) or ()
+        slides = "sliding_attention" in types
+        return bool(self.causal_layers) or (self.sliding_window_per_slot and slides)
+
     def validate_drafter(self) -> None:
         """
         Check every trained fact. Raises `ValueError` naming the field, what was found and what
@@ -136,6 +160,7 @@ class DSparkConfig(DrafterConfig):
         if self.backbone_config.model_type == "deepseek_v4":
             self._validate_deepseek_v4()
         self._validate_heads()
+        self._validate_attention()
 
     def _validate_deepseek_v4(self) -> None:
         backbone = self.backbone_config
@@ -170,3 +195,13 @@ class DSparkConfig(DrafterConfig):
                 f"markov_head_type={self.markov_head_type!r}: that input exists only when both "
                 "heads do."
             )
+
+    def _validate_attention(self) -> None:
+        layers = self.backbone_config.num_hidden_layers
+        for layer in self.causal_layers:
+            require_int("causal_layers", layer, minimum=0)
+            if layer >= layers:
+                raise ValueError(
+                    f"causal_layers contains {layer}, but the drafter has {layers} layers, 0 to "
+                    f"{layers - 1}."
+                )

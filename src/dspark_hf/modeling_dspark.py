@@ -8,8 +8,10 @@ vocabulary, V_d draft vocabulary.
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from .backbones.block_mask import additive, block_mask
 from .configuration_dspark import DSparkConfig
 from .drafting import DraftBlock, DraftContext, probabilities, sample
 from .heads import ConfidenceHead, build_markov_head
@@ -31,6 +33,11 @@ class DSparkDrafter(DrafterModel):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
+        if config.needs_block_mask and "flash" in (config._attn_implementation or ""):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes no mask, and this "
+                "drafter's layers need one (causal blocks or a window for each slot). Use 'sdpa'."
+            )
         for name, module in self.backbone.build_layers(config.backbone_config).items():
             self.add_module(name, module)
         for layer in self.layers:
@@ -72,6 +79,11 @@ class DSparkDrafter(DrafterModel):
                 Tap outputs of those positions, concatenated in the order of
                 `config.target_layer_ids`.
         """
+        windows = [layer.window for layer in context.cache.layers]
+        if all(windows) and features.shape[1] > max(windows):
+            # No block to come sees the rows before the window.
+            context.skip(features.shape[1] - max(windows))
+            features = features[:, -max(windows) :]
         projected = self._project(context, features)
         if features.shape[1] == 0:
             return
@@ -106,10 +118,11 @@ class DSparkDrafter(DrafterModel):
                 drafted path.
         """
         hidden, confidence_features = self._run_block(context, anchor_ids.to(self.device))
+        hidden, state = self._skip_anchor_slot(hidden, anchor_ids.to(self.device))
         base_logits = self._base_logits(context, hidden)
         path = anchor_ids[:, None] if input_ids is None else input_ids
         path = path.to(self.device)
-        previous, state = anchor_ids.to(self.device), None
+        previous = anchor_ids.to(self.device)
         tokens, logits, embedded = [], [], []
         for k in range(self.config.block_size):
             scores = base_logits[:, k]
@@ -131,7 +144,8 @@ class DSparkDrafter(DrafterModel):
         confidence = None
         if self.confidence_head is not None:
             confidence = self.confidence_head(
-                confidence_features, torch.stack(embedded, dim=1) if embedded else None
+                confidence_features[:, -self.config.block_size :],
+                torch.stack(embedded, dim=1) if embedded else None,
             )
         return DraftBlock(
             torch.stack(tokens, dim=1), torch.stack(logits, dim=1), base_logits, hidden, confidence
@@ -152,8 +166,8 @@ class DSparkDrafter(DrafterModel):
         self, context: DraftContext, anchor_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Backbone over `[anchor, mask, …]`: what the output head and the confidence head read at the
-        predicting slots, `(R, γ, H)` each.
+        Backbone over `[anchor, mask, …]`: what the output head and what the confidence head read,
+        `(R, W, H)` each.
         """
         block = anchor_ids.new_full(
             (anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id
@@ -161,8 +175,40 @@ class DSparkDrafter(DrafterModel):
         block[:, 0] = anchor_ids
         hidden = self._embed(context.input_embeddings, block)
         rotary = self._rotary(hidden, context.position, block.shape[1])
-        for layer in self.layers:
-            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache)
-        hidden, confidence_features = self.backbone.read_out(self, hidden)
-        first = 0 if self.config.anchor_predicts else 1
-        return hidden[:, first:], confidence_features[:, first:]
+        for i, layer in enumerate(self.layers):
+            mask = self._block_mask(i, context, hidden)
+            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
+        return self.backbone.read_out(self, hidden)
+
+    def _skip_anchor_slot(
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Hidden states `(R, γ, H)` of the predicting slots, and the state that a recurrent Markov
+        head has in front of them: in an infill block it has read the anchor's slot.
+        """
+        if self.config.anchor_predicts:
+            return hidden, None
+        state = None
+        if self.config.markov_head_type == "rnn":
+            _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
+        return hidden[:, 1:], state
+
+    def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+        if not (self.config.unscaled_input_embeddings and hasattr(embeddings, "embed_scale")):
+            return super()._embed(embeddings, token_ids)
+        rows = nn.functional.embedding(token_ids.to(embeddings.weight.device), embeddings.weight)
+        return rows.to(self.device, self.dtype)
+
+    def _block_mask(
+        self, layer: int, context: DraftContext, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the slots of a block may see in draft layer `layer`; `None` is everything."""
+        causal = layer in self.config.causal_layers
+        cache = context.cache.layers[layer]
+        per_slot = self.config.sliding_window_per_slot and cache.window is not None
+        if not causal and not per_slot:
+            return None
+        rows = cache.length if cache.window is None else min(cache.length, cache.window)
+        visible = block_mask(rows, hidden.shape[1], cache.window, causal, per_slot)
+        return additive(visible, hidden)

@@ -52,7 +52,7 @@ def _load_drafter(model: Any, assistant: Any) -> Any:
         return None
     assistant = os.fspath(assistant)
     from .auto import drafter_class
-    from .loading.dialects import is_foreign_drafter, is_own_layout
+    from .loading.detection import is_foreign_drafter, is_own_layout
     from .loading.files import read_config
 
     raw = read_config(assistant)

@@ -38,7 +38,7 @@ def greedy(target, prompt, drafter=None, **options):
     return target.generate(prompt, assistant_model=drafter, **options)
 
 
-# -- lossless ---------------------------------------------------------------------------------------
+# -- lossless --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_right", [None, 0, 2, 4])
@@ -63,7 +63,9 @@ def test_greedy_is_exact_with_a_reduced_vocabulary(stored):
     target, prompt = make_target(), make_prompt()
     expected = greedy(target, prompt)
     drafter = make_eagle3(draft_vocab_size=20, stored=stored)
-    drafter.draft_to_target.copy_(expected[0].unique()[:20])
+    # Some of the text's tokens, and others.
+    others = torch.arange(75, VOCAB)
+    drafter.draft_to_target.copy_(torch.cat((expected[0, 6:10], others)).unique()[:20])
     with collect_statistics() as statistics:
         assert torch.equal(greedy(target, prompt, drafter), expected)
     assert statistics.drafted > 0
@@ -117,28 +119,28 @@ def test_sampling_keeps_the_distribution(name, draft_vocab_size):
 
 def test_sampled_generate_accepts_and_stays_in_the_support():
     """B006: through `generate`; top-k 3 of the target is all that is ever emitted."""
-    target, prompt = make_target(), make_prompt()
+    target, drafter = small_target(), make_eagle3(vocab_size=8)
     with collect_statistics() as statistics:
         output = target.generate(
-            prompt, max_new_tokens=60, do_sample=True, top_k=3, assistant_model=make_eagle3()
+            PROMPT, max_new_tokens=60, do_sample=True, top_k=3, assistant_model=drafter
         )
     with torch.no_grad():
-        best = target(output).logits[:, 5:-1].topk(3).indices
-    assert (best == output[:, 6:, None]).any(dim=-1).all()
+        best = target(output).logits[:, 3:-1].topk(3).indices
+    assert (best == output[:, 4:, None]).any(dim=-1).all()
     assert 0 < statistics.accepted < statistics.verified
 
 
-# -- what the loop hands over --------------------------------------------------------------------------
+# -- what the loop hands over ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_right", [0, 2, 4])
-@pytest.mark.parametrize("padding", ["none", "left", "right", "hole"])
+@pytest.mark.parametrize("num_right", [0, 2])
+@pytest.mark.parametrize("padding", ["none", "left", "hole"])
 def test_every_round_drafts_from_the_committed_text(num_right, padding):
     """B050, B052: each row's features and token, as a fresh forward over the text gives them."""
     target = make_target()
     prompt = make_prompt(8)
     mask = torch.ones_like(prompt)
-    mask[:, {"none": [], "left": [0, 1], "right": [6, 7], "hole": [3, 4]}[padding]] = 0
+    mask[:, {"none": [], "left": [0, 1], "hole": [3, 4]}[padding]] = 0
     expected = greedy(target, prompt, attention_mask=mask)
     drafter = make_scripted(make_eagle3(), expected, num_right)
     scripted, rounds = drafter.draft, []
@@ -253,7 +255,7 @@ def test_confidence_threshold_is_said_to_be_without_effect(caplog):
     assert "needs a confidence head" in caplog.text
 
 
-# -- the drafter's own calls ---------------------------------------------------------------------------
+# -- the drafter's own calls -----------------------------------------------------------------------
 
 
 def test_a_failing_processor_leaves_the_context_as_it_was():
@@ -318,7 +320,7 @@ def test_features_that_do_not_fit():
 
 def test_drafting_from_nothing():
     drafter = make_eagle3()
-    with pytest.raises(ValueError, match="context is empty.*extend first"):
+    with pytest.raises(ValueError, match=r"context is empty.*extend first"):
         drafter.draft(drafter.new_context(1), torch.tensor([5]))
 
 

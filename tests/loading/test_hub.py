@@ -1,6 +1,8 @@
 """Loading by Hub id, against a Hub made of a few lines that runs on this machine."""
 
+import base64
 import hashlib
+import json
 import shutil
 import threading
 from collections import Counter
@@ -23,7 +25,7 @@ from checkpoints import (
     same_weights,
     shard,
 )
-from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
+from dspark_hf import DSparkDrafter, UnsupportedCheckpointError, export_drafter
 from dspark_hf.loading.checkpoint import read_facts
 from dspark_hf.loading.description import describe
 from tiny import make_drafter
@@ -44,6 +46,7 @@ class FakeHub(ThreadingHTTPServer):
         self.folders: dict[tuple[str, str], Path] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.sent: Counter[str] = Counter()
+        self.created: dict[str, bool] = {}
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
 
@@ -72,6 +75,44 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer(with_body=True)
+
+    def do_POST(self):
+        """As much of an upload as the client needs: a repository, small files, one commit."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append(("POST", self.path, dict(self.headers)))
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.refuse("RepoNotFound", status=401)
+        endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+            self.server.created[name] = bool(asked.get("private"))
+            return self.reply({"url": f"{endpoint}/{name}", "name": name})
+        if self.path == "/api/validate-yaml":
+            return self.reply({"warnings": [], "errors": []})
+        path = self.path.removeprefix("/api/models/").split("/main")[0]
+        repo, _, action = path.rpartition("/")
+        if action == "preupload":
+            files = json.loads(body)["files"]
+            modes = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            return self.reply({"files": [{"path": file["path"], **modes} for file in files]})
+        folder = self.server.folders[repo, "main"]
+        for line in body.splitlines():
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                content = base64.b64decode(entry["value"]["content"])
+                (folder / entry["value"]["path"]).write_bytes(content)
+        sha = commit_of(repo, "main")
+        url = f"{endpoint}/{repo}/commit/{sha}"
+        return self.reply({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
+
+    def reply(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *args):
         pass
@@ -270,10 +311,10 @@ def test_a_repository_that_misses_a_shard(hub):
 
 def test_an_unreadable_layout_costs_no_download(hub, tmp_path):
     """B075: refused by its config, before gigabytes travel."""
-    foreign = copy_checkpoint(tmp_path / "foreign", DFLASH, architectures=["DFlashDraftModel"])
+    foreign = copy_checkpoint(tmp_path / "foreign", DFLASH, architectures=["K3DSparkModel"])
     hub.add("z/foreign", foreign)
     for load in (DSparkDrafter.from_pretrained, describe):
-        with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="z-lab DFlash"):
+        with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="Kimi K3"):
             load("z/foreign")
     assert set(hub.sent) == {"config.json"}
 
@@ -337,6 +378,47 @@ def test_a_server_that_went_away_leaves_the_cache(hub, drafters):
     DSparkDrafter.from_pretrained(OWN)
     hub.stop()
     assert same_weights(DSparkDrafter.from_pretrained(OWN), drafters["main"][1])
+
+
+@pytest.mark.parametrize("layout", ["deepspec", "speculators"])
+def test_an_export_is_uploaded_and_loaded_by_id(hub, tmp_path, layout):
+    """The repository is made, all files travel with the token, and what comes back is equal."""
+    drafter = make_drafter()
+    (tmp_path / "remote").mkdir()
+    hub.add("somebody/exported", tmp_path / "remote")
+    folder = export_drafter(
+        drafter,
+        tmp_path / "local",
+        layout,
+        target_name="somebody/target",
+        repo_id="somebody/exported",
+        private=True,
+        token=TOKEN,
+    )
+    assert hub.created == {"somebody/exported": True}
+    sent = {file.name for file in (tmp_path / "remote").iterdir()}
+    assert sent == {file.name for file in folder.iterdir()} >= {"README.md", "config.json", WEIGHTS}
+    card = (tmp_path / "remote" / "README.md").read_text(encoding="utf-8")
+    assert 'from_pretrained("somebody/exported"' in card
+    loaded = DSparkDrafter.from_pretrained("somebody/exported")
+    assert same_weights(loaded, drafter)
+    tokens = {
+        h.get("Authorization", h.get("authorization")) for m, _, h in hub.requests if m == "POST"
+    }
+    assert tokens == {f"Bearer {TOKEN}"}
+
+
+def test_an_upload_that_is_refused_leaves_the_files(hub, tmp_path):
+    """The export itself is complete."""
+    with pytest.raises(OSError, match=r"401|Repository Not Found|Unauthorized"):
+        export_drafter(
+            make_drafter(),
+            tmp_path / "local",
+            "deepspec",
+            repo_id="somebody/exported",
+            token="hf_x",
+        )
+    DSparkDrafter.from_pretrained(tmp_path / "local")
 
 
 # -- a drafter inside a target's repository

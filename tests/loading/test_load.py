@@ -25,7 +25,8 @@ from checkpoints import (
 )
 from dspark_hf import DSparkConfig, DSparkDrafter
 from dspark_hf.loading.description import describe
-from dspark_hf.loading.dialects import is_foreign_drafter, normalise
+from dspark_hf.loading.detection import is_foreign_drafter
+from dspark_hf.loading.dialects import read_dialect
 from tiny import make_drafter, make_prompt, make_target
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -410,7 +411,7 @@ def test_auto_classes_load_our_layout(tmp_path, auto):
 def rotary_table(**changes):
     raw = {**read_json(GOLDEN / VANILLA / "config.json"), **changes}
     raw = {key: value for key, value in raw.items() if value is not ...}
-    drafter = DSparkDrafter(normalise(raw, "deepspec", "here", []))
+    drafter = DSparkDrafter(read_dialect(raw, "deepspec", "here", {}).config)
     return drafter._rotary(torch.zeros(1, 1, 32), 0, 40)[0]
 
 

@@ -24,7 +24,7 @@ from checkpoints import (
 )
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
 from dspark_hf.loading.description import describe
-from dspark_hf.loading.dialects import detect_dialect
+from dspark_hf.loading.detection import detect_dialect
 from tiny import make_drafter
 
 
@@ -198,7 +198,9 @@ REQUIRED = (
 def test_a_missing_key_of_a_published_config(tmp_path, key, value):
     """B069, B083: named, and never filled with a default."""
     folder = copy_checkpoint(tmp_path, **{key: value})
-    refuse(folder, rf"config\.json lacks {key}\. .*not guessed; take them from the original")
+    refuse(
+        folder, rf"config\.json lacks {key}( or \S+)?\. .*not guessed; take them from the original"
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,6 @@ def test_a_missing_key_of_a_published_gemma_config(tmp_path, key):
         "block_size",
         "mask_token_id",
         "target_layer_ids",
-        "num_target_layers",
         "target_hidden_size",
         "vocab_size",
     ],
@@ -255,7 +256,7 @@ def test_a_gemma_config_without_its_rotary_base(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 0}, "block_size must be an integer of at least 1, found 0"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1 .*found 0"),
         ({"block_size": -5}, "block_size .* found -5"),
         ({"block_size": "5"}, "block_size .* found '5'"),
         ({"target_layer_ids": [1, 3, 8]}, "contains 8, but a target of 8 layers .* 0 to 7"),
@@ -266,7 +267,7 @@ def test_a_gemma_config_without_its_rotary_base(tmp_path):
         ({"mask_token_id": -1}, "mask_token_id .* found -1"),
         ({"markov_head_type": "ngram"}, "'ngram'; known types are"),
         ({"markov_rank": "8"}, "markov_rank .* found '8'"),
-        ({"model_type": "qwen3_5_text"}, "goes with model_type qwen3, found 'qwen3_5_text'"),
+        ({"model_type": "llama"}, "goes with model_type qwen3 or .*, found 'llama'"),
         (
             {"architectures": ["Gemma4DSparkModel"]},
             "goes with model_type gemma4_text or gemma4_unified_text, found 'qwen3'",
@@ -287,7 +288,7 @@ def test_a_gemma_config_without_its_rotary_base(tmp_path):
         ({"hidden_size": "32"}, "cannot be built .*'hidden_size' expected int, got str"),
         ({"num_attention_heads": 0}, "cannot be built .*ZeroDivisionError"),
         ({"hidden_act": "nonsense"}, "cannot be built .*nonsense"),
-        ({"rope_parameters": [1e6]}, "cannot be built .*original checkpoint"),
+        ({"rope_parameters": [1e6]}, r"rope_parameters = \[1000000.0\], expected an object"),
     ],
 )
 def test_a_config_that_contradicts_itself(tmp_path, changes, message):
@@ -380,33 +381,18 @@ def test_quantised_weights(tmp_path, dtype):
 # -- other layouts ---------------------------------------------------------------------------------
 
 FOREIGN = {
-    "speculators": ({"speculators_model_type": "dspark"}, r"speculators checkpoint .*'dspark'"),
     "speculators_eagle3": (
         {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]},
-        "speculators checkpoint .*'eagle3'",
+        "an EAGLE-3 drafter in a speculators checkpoint .*'eagle3'",
     ),
     "speculators_unknown_algorithm": (
         {"speculators_model_type": "peagle", "architectures": ["DSparkDraftModel"]},
-        "speculators checkpoint .*'peagle'",
+        "a P-EAGLE drafter in a speculators checkpoint .*'peagle'",
     ),
     "embedded": ({"dspark_block_size": 5}, "target with an embedded DSpark drafter"),
     "embedded_taps": (
         {"dspark_target_layer_ids": [40], "architectures": ["DeepseekV4ForCausalLM"]},
         "target with an embedded DSpark drafter",
-    ),
-    "specforge": (
-        {
-            "architectures": ["DSparkDraftModel"],
-            "dflash_config": {"projector_type": "dspark"},
-        },
-        r"projector_type 'dspark' \(SpecForge or ModelOpt\)",
-    ),
-    "modelopt": (
-        {
-            "architectures": ["DFlashDraftModel"],
-            "dflash_config": {"projector_type": "dspark", "shift_label": True},
-        },
-        r"projector_type 'dspark' \(SpecForge or ModelOpt\)",
     ),
     "domino": (
         {
@@ -415,32 +401,19 @@ FOREIGN = {
         },
         "projector_type 'domino'",
     ),
-    "liquid": (
-        {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False},
-        r"LiquidAI LFM2 DSpark drafter \(Lfm2DSparkDraftModel\)",
-    ),
     "k3": ({"architectures": ["K3DSparkModel"]}, "Kimi K3 DSpark drafter"),
     "k3_by_model_type": (
         {"architectures": ..., "model_type": "k3_dspark"},
-        "Kimi K3 DSpark drafter .*'k3_dspark'",
+        "Kimi K3 DSpark drafter .*K3DSparkModel",
     ),
     "gated_qwen": ({"architectures": ["Qwen35DSparkModel"]}, "gated-attention Qwen3.5 DSpark"),
-    "dflash": (
-        {
-            "architectures": ["DFlashDraftModel"],
-            "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]},
-            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        },
-        r"z-lab DFlash drafter .*\(DFlashDraftModel\)",
-    ),
     "dflash_without_architecture": (
         {"architectures": ["Unheard"], "dflash_config": {"mask_token_id": 3}},
         "DFlash drafter without a known architecture",
     ),
-    "other_dspark": ({"architectures": ["DSparkDraftModel"]}, "DSpark drafter of another trainer"),
     "muse": (
         {"architectures": ["MuseGlimmer"], "model_type": "muse_glimmer_assistant"},
-        "Muse Glimmer assistant, which the host library loads",
+        "Muse Glimmer assistant, which is not read: the host library loads",
     ),
     "eagle3_llama": (
         {"architectures": ["LlamaForCausalLMEagle3"]},
@@ -478,7 +451,7 @@ def test_another_layout_is_refused_by_name(tmp_path, layout):
     text = refuse(folder, name, UnsupportedCheckpointError)
     assert str(folder) in text
     assert (
-        "This version reads its own layout and DeepSpec DSpark, DFlash and Eagle3 drafters" in text
+        "This version reads its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators" in text
     )
 
 

@@ -107,15 +107,12 @@ def test_the_block_sees_the_window_before_the_anchor(name):
     assert moved.min() > 1e-6
 
 
-def test_the_memory_of_the_context_does_not_grow_past_the_window():
+def test_a_long_prompt_takes_no_more_memory_than_the_window():
     drafter = loaded()
     context = drafter.new_context(1)
-    sizes = set()
-    for _ in range(40):
-        drafter.extend(context, torch.randn(1, 50, 192))
-        sizes.add(context.cache.layers[0].keys.shape[-2])
-    assert context.lengths.tolist() == [2000]
-    assert max(sizes) < 600
+    drafter.extend(context, torch.randn(1, 5000, 192))
+    assert context.lengths.tolist() == [5000]
+    assert context.cache.layers[0].keys.shape[-2] < 600
 
 
 def test_the_order_of_the_context_rows_does_not_matter(monkeypatch):
@@ -262,7 +259,7 @@ def test_control_stream_mixing_transposed(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["causal", "sliding"])
 def test_control_a_mask_inside_the_block(monkeypatch, kind):
-    def masked(layer, hidden, position_embeddings, cache):
+    def masked(layer, hidden, position_embeddings, cache, mask):
         width = hidden.shape[1]
         length = min(int(cache.get_seq_length()), 16)
         query = torch.arange(width)[:, None]

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from dspark_hf import collect_statistics
+from dspark_hf.generation.taps import TargetTaps
 from dspark_hf.training.eagle3_objective import eagle3_objective, supervised_steps, unroll
-from tiny import HIDDEN, VOCAB, make_eagle3
+from tiny import HIDDEN, VOCAB, make_eagle3, make_prompt, make_target
 
 STEPS = 4
 LENGTH = 9
@@ -93,6 +95,7 @@ def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
     """Everything written out, row by row."""
     hidden = unroll(drafter, drafter.embed_tokens, ids, features, steps)
     token_ids = drafter.draft_to_target if drafter.config.draft_vocab_size else slice(None)
+    cap = drafter.config.final_logit_softcapping
     loss = torch.zeros(())
     acceptance = [[] for _ in range(steps)]
     agreement = [[] for _ in range(steps)]
@@ -103,7 +106,9 @@ def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
             for k in range(steps):
                 if t + 2 + k >= ids.shape[1] or not mask[row, t + 1 : t + 3 + k].all():
                     break
-                logits = drafter._base_logits(_Heads(drafter), hidden[row, t, k])
+                logits = drafter.lm_head(hidden[row, t, k])
+                if cap is not None:
+                    logits = cap * torch.tanh(logits / cap)
                 p = teacher(last_hidden[row, t + 1 + k]).softmax(-1)
                 goal = p[token_ids] / p[token_ids].sum()
                 loss = loss - decay**k * (goal * logits.log_softmax(-1)).sum()
@@ -117,11 +122,6 @@ def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
     means = torch.tensor([sum(values) / len(values) for values in acceptance])
     agreed = torch.tensor([sum(values) / len(values) for values in agreement])
     return loss / ids.numel(), means, agreed, 1 + tokens / blocks
-
-
-class _Heads:
-    def __init__(self, drafter):
-        self.output_embeddings = drafter.get_output_embeddings()
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 12, 1000])
@@ -155,3 +155,132 @@ def test_loss_gradients_and_metrics_equal_the_naive_ones(options, chunk_rows):
     assert "lm_head.weight" in got
     for name, grad in wanted.items():
         torch.testing.assert_close(got[name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_a_frozen_head_and_a_pass_without_gradients():
+    """The head stays as it is, and evaluation leaves no graph."""
+    drafter = make_eagle3()
+    drafter.lm_head.requires_grad_(False)
+    ids, features, last_hidden = make_batch()
+    batch = (ids, torch.ones_like(ids), features, last_hidden, make_teacher())
+    loss, metrics = eagle3_objective(drafter, *batch)
+    loss.backward()
+    assert drafter.lm_head.weight.grad is None
+    assert drafter.fc.weight.grad.abs().sum() > 0
+    assert not any(value.requires_grad for value in metrics.values())
+    with torch.no_grad():
+        again, _ = eagle3_objective(drafter, *batch)
+    assert not again.requires_grad
+    torch.testing.assert_close(again, loss.detach())
+
+
+def test_a_drafter_that_is_the_teacher_is_always_accepted():
+    """Perfect drafts: acceptance 1 at every step, τ = K + 1 where K steps fit."""
+    drafter = make_eagle3()
+    ids, features, last_hidden = make_batch(rows=1)
+    drafter.lm_head.weight.data.zero_()
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    _, metrics = eagle3_objective(
+        drafter, ids, mask, features, last_hidden, lambda rows: torch.zeros(len(rows), VOCAB)
+    )
+    torch.testing.assert_close(metrics["acceptance"], torch.ones(STEPS))
+    assert metrics["count"].tolist() == [5, 4, 3, 2]
+    torch.testing.assert_close(metrics["accepted_length"], torch.tensor(1 + 14 / 5))
+
+
+def test_nothing_to_learn():
+    """A batch without supervised tokens is worth zero, and harmless."""
+    drafter = make_eagle3()
+    ids, features, last_hidden = make_batch()
+    loss, metrics = eagle3_objective(
+        drafter, ids, torch.zeros_like(ids), features, last_hidden, make_teacher()
+    )
+    loss.backward()
+    assert loss == 0
+    assert metrics["count"].sum() == 0
+    assert all(value.isfinite().all() for value in metrics.values())
+    assert drafter.fc.weight.grad.abs().sum() == 0
+
+
+def test_logits_of_the_full_vocabulary_exist_for_one_chunk_at_a_time():
+    """The teacher is asked about few rows at once, and about each position once."""
+    drafter, teacher, asked = make_eagle3(), make_teacher(), []
+    ids, features, last_hidden = make_batch()
+
+    def recording(rows):
+        asked.append(len(rows))
+        return teacher(rows)
+
+    eagle3_objective(
+        drafter, ids, torch.ones_like(ids), features, last_hidden, recording, chunk_rows=15
+    )
+    # Three positions with their four steps make 15 rows; seven positions a sequence are learned.
+    assert asked == [3, 3, 3, 3, 2]
+
+
+def test_bad_input():
+    """B111: what was found, what was expected."""
+    drafter = make_eagle3()
+    ids, features, last_hidden = make_batch()
+    mask, teacher = torch.ones_like(ids), make_teacher()
+    with pytest.raises(ValueError, match=r"features covers \(2, 8\) positions .*\(2, 9\)"):
+        eagle3_objective(drafter, ids, mask, features[:, 1:], last_hidden, teacher)
+    with pytest.raises(ValueError, match="ttt_length must be at least 1, found 0"):
+        eagle3_objective(drafter, ids, mask, features, last_hidden, teacher, ttt_length=0)
+    drafter.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2', which takes no mask"):
+        eagle3_objective(drafter, ids, mask, features, last_hidden, teacher)
+    bound = make_eagle3(stored=False)
+    bound.bind(
+        input_embeddings=torch.nn.Embedding(VOCAB, HIDDEN), output_embeddings=torch.nn.Identity()
+    )
+    with pytest.raises(ValueError, match=r"head \(Identity\) has no plain weight"):
+        eagle3_objective(bound, ids, mask, features, last_hidden, teacher)
+
+
+# -- it teaches -------------------------------------------------------------------------------------
+
+
+def test_training_raises_acceptance():
+    """From random weights to a drafter that the target follows, in the decoding loop."""
+    size = 24
+    target = make_target(vocab_size=size, initializer_range=0.2).requires_grad_(False)
+    drafter = make_eagle3(vocab_size=size, stored=False).bind(target)
+
+    def accepted_length():
+        torch.manual_seed(1)
+        with collect_statistics() as statistics:
+            target.generate(
+                make_prompt(vocab_size=size, seed=100),
+                max_new_tokens=150,
+                do_sample=True,
+                top_k=0,
+                assistant_model=drafter,
+            )
+        return statistics.accepted_length
+
+    before = accepted_length()
+    torch.manual_seed(0)
+    prompts = torch.randint(3, size - 1, (96, 3))
+    ids = target.generate(prompts, max_new_tokens=21, do_sample=True, top_k=0)
+    with torch.no_grad(), TargetTaps(target, drafter.config.target_layer_ids) as taps:
+        last_hidden = target.model(ids).last_hidden_state
+        features = taps.take()
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
+    expected = []
+    for step in range(150):
+        rows = slice(step * 8 % 96, step * 8 % 96 + 8)
+        loss, metrics = eagle3_objective(
+            drafter, ids[rows], mask[rows], features[rows], last_hidden[rows], target.lm_head
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(metrics["accepted_length"]))
+    after = accepted_length()
+    assert after > before + 0.5, (before, after)
+    # What training expects is what the loop gets.
+    assert abs(after - sum(expected[-12:]) / 12) < 0.4, (after, expected[-12:])

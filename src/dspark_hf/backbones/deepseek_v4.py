@@ -108,13 +108,8 @@ def run_layer(
 ) -> torch.Tensor:
     """
     One draft layer over block rows `(R, W, S, H)`. Without a mask they see the context and each
-    other; a boolean one, `(R, 1, W, keys)`, or one to be added keeps rows apart.
+    other; one to be added to the scores, `(R, 1, W, keys)`, keeps rows apart.
     """
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        # The eager kernel adds what it is given.
-        blocked = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
-        smallest = torch.finfo(hidden_states.dtype).min
-        attention_mask = blocked.masked_fill_(~attention_mask, smallest)
     return layer(
         hidden_states,
         attention_mask=attention_mask,

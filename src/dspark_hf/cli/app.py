@@ -28,6 +28,21 @@ class Dtype(StrEnum):
     auto = "auto"
 
 
+class ExportLayout(StrEnum):
+    """Layouts that a drafter is written in."""
+
+    deepspec = "deepspec"
+    speculators = "speculators"
+    dspark = "dspark"
+
+
+class SweepAxis(StrEnum):
+    """What the drafters of a sweep differ in."""
+
+    layers = "layers"
+    block_size = "block-size"
+
+
 Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
@@ -97,17 +112,89 @@ def generate(
 def inspect(
     source: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="anchor_first or infill, over what the checkpoint says."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
     from ..loading.description import describe
     from .tables import description_table
 
-    description = describe(source, **({"revision": revision} if revision else {}))
+    hub = {"revision": revision} if revision else {}
+    description = describe(source, block_layout=layout, **hub)
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:
         console.print(description_table(description))
+
+
+@app.command()
+def probe(
+    target: Target,
+    drafter: Drafter,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
+    max_new_tokens: NewTokens = 96,
+    num_anchors: Annotated[int, typer.Option(min=2, help="Anchors to draft behind.")] = 64,
+    dtype: DtypeOption = Dtype.auto,
+    threads: Threads = 0,
+    json_path: Json = None,
+) -> None:
+    """Find out how a drafter's blocks are laid out, by drafting along the target's own text."""
+    from .probing import run_probe
+
+    result = run_probe(
+        console,
+        target,
+        drafter,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        num_anchors=num_anchors,
+        dtype=dtype.value,
+        threads=threads,
+    )
+    _write_json(json_path, result)
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    layout: Annotated[
+        ExportLayout, typer.Option(help="deepspec: vLLM, SGLang. speculators: vLLM. dspark: ours.")
+    ] = ExportLayout.deepspec,
+    target_name: Annotated[
+        str | None, typer.Option(help="Where engines find the target: Hub id or folder.")
+    ] = None,
+    copy_from: Annotated[
+        str | None,
+        typer.Option(help="Target to copy embedding and head from; else engines lend theirs."),
+    ] = None,
+    result: Annotated[
+        Path | None, typer.Option(help="JSON of `evaluate` or `bench`, for the card.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
+    push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+) -> None:
+    """Write a drafter in a layout that other engines serve, with a model card."""
+    from .exporting import run_export
+
+    run_export(
+        console,
+        drafter,
+        folder,
+        layout.value,
+        target_name=target_name,
+        copy_from=copy_from,
+        result=result,
+        license=license,
+        push=push,
+        private=private,
+    )
 
 
 @app.command()
@@ -170,6 +257,69 @@ def bench(
     )
     console.print(bench_table(result))
     _write_json(json_path, result)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[str, typer.Argument(help="Target model: Hub id or folder.")],
+    drafters: Annotated[list[str], typer.Argument(help="Drafters: Hub ids or folders.")],
+    output: Annotated[Path, typer.Option(help="Folder for the results; continued if it exists.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with a JSONL file per set; default: the Hub.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Set to use, repeatable; default: all of the folder, or the paper's."),
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per set.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens per prompt.")] = 2048,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="0 is greedy; repeatable; default: 1.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="Confidence that cuts a block; 0 verifies all.")
+    ] = 0.0,
+    plain: Annotated[bool, typer.Option(help="Run plain decoding too, for the speed-up.")] = True,
+    seed: Annotated[int, typer.Option(help="The prompt's index is added to it.")] = 980406,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: Threads = 0,
+) -> None:
+    """Measure accepted length, speed and calibration on prompt sets; tables, JSON and plots."""
+    from ..evaluation.running import EvaluationSettings
+    from .evaluating import run_evaluate
+
+    settings = EvaluationSettings(
+        temperatures=tuple(temperature or (1.0,)),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        confidence_threshold=threshold,
+        with_plain=plain,
+    )
+    run_evaluate(
+        console,
+        target,
+        drafters,
+        output=output,
+        data=data,
+        tasks=task or (),
+        max_prompts=max_prompts,
+        settings=settings,
+        dtype=dtype.value,
+        threads=threads,
+    )
+
+
+@app.command()
+def sweep(
+    results: Annotated[list[Path], typer.Argument(help="results.json files of evaluations.")],
+    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=_writable)],
+    by: Annotated[SweepAxis, typer.Option(help="What the drafters differ in.")] = SweepAxis.layers,
+    temperature: Annotated[float, typer.Option(min=0, help="Which results to show.")] = 1.0,
+) -> None:
+    """Plot the accepted length of several evaluations against draft depth or block length."""
+    from .evaluating import run_sweep
+
+    run_sweep(console, results, by.value, temperature, output)
 
 
 @app.command()

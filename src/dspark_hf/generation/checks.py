@@ -62,13 +62,20 @@ def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
         ("vocabulary", text.vocab_size, config.vocab_size),
     )
     for name, found, expected in facts:
-        if found != expected:
+        # Not every published layout records the target's depth.
+        if expected is not None and found != expected:
             raise ValueError(
                 f"This drafter was trained for another target: the target's {name} is {found}, "
                 f"the drafter expects {expected}. Load the target named in the drafter's model "
                 "card, or a drafter made for "
                 f"{target.config.name_or_path or type(target).__name__}."
             )
+    deepest = max(config.target_layer_ids)
+    if deepest >= text.num_hidden_layers:
+        raise ValueError(
+            f"This drafter reads the output of layer {deepest}, and the target has layers 0 to "
+            f"{text.num_hidden_layers - 1}. Load the target named in the drafter's model card."
+        )
     stop_ids = _as_set(text.eos_token_id) | _as_set(target.generation_config.eos_token_id)
     if config.mask_token_id in stop_ids:
         raise ValueError(

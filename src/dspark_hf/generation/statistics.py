@@ -84,6 +84,12 @@ class Statistics:
         return self.accepted / self.rounds if self.rounds else float("nan")
 
     @property
+    def verify_rate(self) -> float:
+        """Committed tokens per position that the target scored: how little of its work is lost."""
+        scored = self.verified + self.rounds
+        return self.committed / scored if scored else float("nan")
+
+    @property
     def other_seconds(self) -> float:
         """Time in neither draft nor verification: prefill, sampling, stopping, streaming."""
         return self.total_seconds - self.draft_seconds - self.verify_seconds
@@ -145,6 +151,7 @@ class Statistics:
             **dataclasses.asdict(self),
             "accepted_length": self.accepted_length,
             "accepted_length_without_bonus": self.accepted_length_without_bonus,
+            "verify_rate": self.verify_rate,
             "prefix_acceptance": self.prefix_acceptance,
             "conditional_acceptance": self.conditional_acceptance,
             "other_seconds": self.other_seconds,

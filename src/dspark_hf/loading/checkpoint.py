@@ -1,5 +1,6 @@
 """From a path or Hub id to a drafter: files, dialect, tensor check, then the host's own loading."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,14 +8,20 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_drafter import DrafterConfig
 from . import deepseek_v4
-from .deepseek_v4 import DEEPSEEK_V4
-from .dialects import EAGLE3_DIALECTS, UnsupportedCheckpointError, detect_dialect, normalise
-from .eagle3 import normalise_eagle3
+from .adapting import adapt_weights
+from .detection import (
+    DEEPSEEK_V4,
+    EAGLE3_DIALECTS,
+    UnsupportedCheckpointError,
+    detect_dialect,
+)
+from .dialects import read_dialect
 from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
@@ -24,6 +31,9 @@ from .files import (
     read_tensors,
     read_tensors_remotely,
 )
+from .reading import ConfigReader, Reading
+
+logger = logging.getLogger(__name__)
 
 # The one tensor of a drafter that holds token ids.
 DRAFT_TO_TARGET = "draft_to_target"
@@ -39,11 +49,18 @@ class CheckpointFacts:
     source: str
     dialect: str
     raw_config: dict[str, Any]
-    config: DrafterConfig
+    reading: Reading
     tensors: dict[str, TensorInfo]
 
+    @property
+    def config(self) -> DrafterConfig:
+        """The trained facts in the normal form."""
+        return self.reading.config
 
-def read_facts(cls: Any, source: str, download_weights: bool, **hub: Any) -> CheckpointFacts:
+
+def read_facts(
+    cls: Any, source: str, download_weights: bool, block_layout: str | None = None, **hub: Any
+) -> CheckpointFacts:
     """
     Read and check everything but the weights.
 
@@ -52,6 +69,8 @@ def read_facts(cls: Any, source: str, download_weights: bool, **hub: Any) -> Che
             the drafter class, built on the meta device to know which tensors belong to it.
         source (`str`): folder or Hub id.
         download_weights (`bool`): fetch weight files, or only their headers.
+        block_layout (`str`, *optional*):
+            `"anchor_first"` or `"infill"`, over what the checkpoint says.
 
     Raises:
         `ValueError` or `OSError`: see [`DSparkDrafter.from_pretrained`].
@@ -65,18 +84,18 @@ def read_facts(cls: Any, source: str, download_weights: bool, **hub: Any) -> Che
     dialect = detect_dialect(raw, source, tensors)
     try:
         if dialect == DEEPSEEK_V4:
-            config: Any = deepseek_v4.drafter_config(raw, tensors, source, **hub)
-            deepseek_v4.check_stored(meta_state(cls, config), config, tensors, source)
+            reading = deepseek_v4.read_deepseek_v4(ConfigReader(raw, source, tensors), **hub)
+            own = meta_state(cls, reading.config)
+            deepseek_v4.check_stored(own, reading.config, tensors, source)
         else:
-            to_config = normalise_eagle3 if dialect in EAGLE3_DIALECTS else normalise
-            config = to_config(raw, dialect, source, tensors)
-            check_tensors(cls, config, tensors, source)
+            reading = read_dialect(raw, dialect, source, tensors, block_layout)
+            check_tensors(cls, reading, tensors, source)
     except _MALFORMED as error:
         raise ValueError(
             f"{source}: config.json describes a drafter that cannot be built "
             f"({type(error).__name__}: {error}). Take config.json from the original checkpoint."
         ) from error
-    return CheckpointFacts(source, dialect, raw, config, tensors)
+    return CheckpointFacts(source, dialect, raw, reading, tensors)
 
 
 def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> None:
@@ -95,15 +114,15 @@ def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> Non
     )
 
 
-def check_tensors(
-    cls: Any, config: DrafterConfig, tensors: dict[str, TensorInfo], source: str
-) -> None:
+def check_tensors(cls: Any, reading: Reading, stored: dict[str, TensorInfo], source: str) -> None:
     """
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
-    differences.
+    differences, under the names that the files have.
     """
-    state = meta_state(cls, config)
+    state = meta_state(cls, reading.config)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    tensors = reading.tensors_by_our_name(stored)
+    file_names = {ours: theirs for theirs, ours in reading.renames.items()}
     quantised = sorted(
         name
         for name in set(expected) & set(tensors)
@@ -112,17 +131,20 @@ def check_tensors(
         and name != DRAFT_TO_TARGET
     )
     if quantised:
+        first = quantised[0]
         raise ValueError(
-            f"{source}: {len(quantised)} tensors are stored as {tensors[quantised[0]].dtype}, for "
-            f"example {quantised[0]}. Quantised drafters of this layout are not read; use the "
-            "unquantised checkpoint."
+            f"{source}: {len(quantised)} tensors are stored as {tensors[first].dtype}, for "
+            f"example {file_names.get(first, first)}. Quantised drafters of this layout are not "
+            "read; use the unquantised checkpoint."
         )
-    problems = [f"missing {name} {expected[name]}" for name in sorted(set(expected) - set(tensors))]
+    missing, unexpected = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    problems = [f"missing {name} {expected[name]}" for name in missing]
     problems += [
-        f"unexpected {name} {tensors[name].shape}" for name in sorted(set(tensors) - set(expected))
+        f"unexpected {file_names.get(name, name)} {tensors[name].shape}" for name in unexpected
     ]
     problems += [
-        f"{name} has shape {tensors[name].shape}, config.json asks for {expected[name]}"
+        f"{file_names.get(name, name)} has shape {tensors[name].shape}, config.json asks for "
+        f"{expected[name]}"
         for name in sorted(set(expected) & set(tensors))
         if tensors[name].shape != expected[name]
     ]
@@ -167,7 +189,10 @@ def load_drafter(
         )
     source = os.fspath(source)
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-    facts = read_facts(cls, source, download_weights=True, **hub)
+    layout = kwargs.pop("block_layout", None)
+    facts = read_facts(cls, source, download_weights=True, block_layout=layout, **hub)
+    for warning in facts.reading.warnings:
+        logger.warning("%s: %s", source, warning)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
     is_own = facts.dialect == cls.config_class.model_type
@@ -183,17 +208,29 @@ def load_drafter(
         origin, kwargs["state_dict"] = None, _read_embedded(cls, facts, **hub)
         kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
     drafter, info = host_from_pretrained(
-        origin, *args, config=config, output_loading_info=True, **kwargs
+        origin,
+        *args,
+        config=config,
+        output_loading_info=True,
+        key_mapping=facts.reading.key_mapping,
+        **kwargs,
     )
     drafter.name_or_path = drafter.config.name_or_path = source
+    # The host would undo the renames on saving; what is saved is our layout.
+    drafter._weight_conversions = None
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
             f"{source}: the host library did not find {missing} when loading; it would be random."
         )
+    adapt_weights(drafter, facts.reading, source)
     _check_draft_vocabulary(drafter, source)
+    if "t2d" in facts.reading.unneeded:
+        _check_membership(drafter, fetch(source, facts.tensors["t2d"].file, **hub), source)
     if generation_config is not None:
         drafter.generation_config = generation_config
+    elif facts.reading.greedy_drafts:
+        drafter.generation_config.dspark_draft_sampling = "greedy"
     return (drafter, info) if want_info else drafter
 
 
@@ -216,4 +253,15 @@ def _check_draft_vocabulary(drafter: Any, source: str) -> None:
             f"{drafter.config.vocab_size - 1} of an integer type; found {ids.dtype} from "
             f"{ids.min().item()} to {ids.max().item()}, {len(ids.unique())} of them different. "
             "Take the file from the original checkpoint."
+        )
+
+
+def _check_membership(drafter: Any, path: str | None, source: str) -> None:
+    """The map of a reduced vocabulary and the stored list of its tokens must agree."""
+    with safe_open(str(path), framework="pt") as file:
+        members = file.get_tensor("t2d").nonzero().flatten()
+    if not torch.equal(members, drafter.draft_to_target.sort().values.to(members.device)):
+        raise ValueError(
+            f"{source}: d2t and t2d disagree about which of the target's tokens can be drafted. "
+            "The map was replaced or damaged: take the file from the original checkpoint."
         )

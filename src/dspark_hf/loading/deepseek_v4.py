@@ -18,22 +18,13 @@ from safetensors import safe_open
 
 from ..configuration_dspark import DSparkConfig
 from ..quantised import FP8_BLOCK, dequantise_fp8
+from .detection import DEEPSEEK_V4, UnsupportedCheckpointError
 from .files import FLOAT_BYTES, TensorInfo, fetch, num_bytes
+from .reading import ConfigReader, Reading
 
-DEEPSEEK_V4 = "deepseek_v4"
 PREFIX = "mtp."
-# The tensor that only a DSpark drafter has.
-MARK = "mtp.0.main_proj.weight"
 
-REQUIRED_KEYS = (
-    "dspark_block_size",
-    "dspark_noise_token_id",
-    "dspark_target_layer_ids",
-    "dspark_markov_rank",
-    "num_hidden_layers",
-    "vocab_size",
-)
-BACKBONE_KEYS = (
+_BACKBONE_KEYS = (
     "hidden_size",
     "moe_intermediate_size",
     "num_attention_heads",
@@ -104,150 +95,111 @@ _EXPERTS = {
 }
 
 
-def is_target(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a DeepSeek-V4 target."""
-    return raw.get("model_type") == DEEPSEEK_V4
-
-
 def is_stored_part(name: str) -> bool:
     """Whether a tensor of the checkpoint belongs to the drafter and not to the target."""
     return name.startswith(PREFIX)
 
 
-def refusal(raw: Mapping[str, Any], tensor_names: Collection[str] | None) -> str | None:
+def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
     """
-    What a DeepSeek-V4 checkpoint, or a relative of it, is if no drafter can be read out of it;
-    `None` if one can, as far as is known (`tensor_names` is `None` before the index is read).
-    """
-    text = raw.get("text_config")
-    model_types = (raw.get("model_type"), text.get("model_type") if isinstance(text, dict) else 0)
-    if any(str(name).startswith("deepseek_v41") for name in model_types):
-        return (
-            "a DeepSeek-V4.1 checkpoint. Its drafter is another one (taps before the layer, "
-            "hyper-connections shifted by one, other quantisation blocks), and this version reads "
-            "the drafters of DeepSeek-V4 only"
-        )
-    if not is_target(raw):
-        return None
-    remedy = (
-        "Take the repository whose name ends in -DSpark, or Flash-0731, Pro-0813 or "
-        "Flash-Vision-Exp"
-    )
-    if not raw.get("dspark_block_size"):
-        return f"a DeepSeek-V4 target without dspark_block_size, so without a drafter. {remedy}"
-    if tensor_names is None or MARK in tensor_names:
-        return None
-    if any(map(is_stored_part, tensor_names)):
-        return (
-            f"a DeepSeek-V4 target whose mtp.* tensors lack {MARK}: an ordinary "
-            f"multi-token-prediction block, not a DSpark drafter. {remedy}"
-        )
-    return (
-        "a DeepSeek-V4 target without mtp.* tensors: Transformers leaves them out when it saves a "
-        "target. Load the drafter from the original repository"
-    )
-
-
-def num_stages(
-    raw: Mapping[str, Any], tensor_names: Collection[str], source: str, **hub: Any
-) -> int:
-    """
-    Draft layers of the checkpoint: `n_mtp_layers` of inference/config.json, else the surplus of
-    `compress_ratios` over the layers; the stored stages must agree. `num_nextn_predict_layers` is 1
-    in published files and means something else.
+    The drafter that a DeepSeek-V4 checkpoint has inside. Of its tensors, the reader knows those
+    that are the drafter's.
 
     Raises:
-        `ValueError`: fewer or more stages are stored than the config states.
+        [`UnsupportedCheckpointError`]: the checkpoint has none of them.
+        `ValueError`: a key or a stage is missing, or a value is one that the host's layers do not
+        implement.
     """
-    stored = {int(name.split(".")[1]) for name in tensor_names if name.startswith(PREFIX)}
-    path = fetch(source, "inference/config.json", **hub)
+    if not reader.tensors:
+        raise UnsupportedCheckpointError(
+            f"{reader.source} is a DeepSeek-V4 target without mtp.* tensors: Transformers leaves "
+            "them out when it saves a target. Load the drafter from the original repository."
+        )
+    body = {key: reader.require(key, key) for key in _BACKBONE_KEYS}
+    for name, value in _FIXED.items():
+        if body[name] != value:
+            raise ValueError(
+                f"{reader.source}: config.json has {name} {body[name]!r}; DeepSeek-V4 layers of "
+                f"the host library implement {value!r} only."
+            )
+    vocab_size = reader.require("vocab_size", "vocab_size")
+    depth = reader.require("num_target_layers", "num_hidden_layers")
+    stages = _num_stages(reader, depth, **hub)
+    expert = reader.tensors.get("mtp.0.ffn.experts.0.w1.weight")
+    confidence = f"mtp.{stages - 1}.confidence_head.proj"
+    has_confidence = f"{confidence}.weight" in reader.tensors
+    reader.by_rule("anchor_predicts", "every DeepSeek-V4 drafter")
+    reader.by_rule("confidence_head", "the tensors")
+    config = DSparkConfig(
+        backbone_config={
+            "model_type": DEEPSEEK_V4,
+            "vocab_size": vocab_size,
+            "num_hidden_layers": stages,
+            "layer_types": ["sliding_attention"] * stages,
+            "mlp_layer_types": ["moe"] * stages,
+            "rope_parameters": _rope_parameters(reader),
+            "expert_dtype": "fp4" if expert is not None and expert.dtype == "I8" else None,
+            **body,
+        },
+        block_size=reader.require("block_size", "dspark_block_size"),
+        mask_token_id=reader.require("mask_token_id", "dspark_noise_token_id"),
+        target_layer_ids=reader.require("target_layer_ids", "dspark_target_layer_ids"),
+        num_target_layers=depth,
+        target_hidden_size=body["hidden_size"],
+        vocab_size=vocab_size,
+        markov_head_type="vanilla",
+        markov_rank=reader.require("markov_rank", "dspark_markov_rank"),
+        confidence_head=has_confidence,
+        confidence_head_with_markov=has_confidence,
+        confidence_head_bias=f"{confidence}.bias" in reader.tensors,
+        stores_input_embeddings=False,
+        stores_output_embeddings=False,
+        architectures=["DSparkDrafter"],
+        dtype=reader.get("dtype", "dtype", "torch_dtype"),
+        bos_token_id=reader.get("bos_token_id", "bos_token_id"),
+        eos_token_id=reader.get("eos_token_id", "eos_token_id"),
+        pad_token_id=reader.get("pad_token_id", "pad_token_id"),
+    )
+    # What is left of the config is about the target.
+    return Reading(config, origins=reader.origins)
+
+
+def _num_stages(reader: ConfigReader, depth: int, **hub: Any) -> int:
+    """
+    Draft layers: `n_mtp_layers` of inference/config.json, else the surplus of `compress_ratios`
+    over the layers; the stored stages must agree. `num_nextn_predict_layers` is 1 in most published
+    files and means something else.
+    """
+    stored = {int(name.split(".")[1]) for name in reader.tensors}
+    path = fetch(reader.source, "inference/config.json", **hub)
     stated = None
     if path is not None:
         stated = json.loads(Path(path).read_text(encoding="utf-8")).get("n_mtp_layers")
-    if stated is None and raw.get("compress_ratios"):
-        stated = len(raw["compress_ratios"]) - raw["num_hidden_layers"]
+        reader.by_rule("num_draft_layers", "inference/config.json: n_mtp_layers")
+    ratios = reader.get("compress_ratios", "compress_ratios")
+    if stated is None and ratios:
+        stated = len(ratios) - depth
+        reader.by_rule("num_draft_layers", "compress_ratios beyond the target's layers")
     if stored != set(range(len(stored))) or (stated and stated != len(stored)):
         raise ValueError(
-            f"{source}: the drafter's stages {sorted(stored)} are stored, and its configuration "
-            f"states {stated or len(stored)} of them, counted from 0. The index is incomplete; "
-            "download it again."
+            f"{reader.source}: the drafter's stages {sorted(stored)} are stored, and its "
+            f"configuration states {stated or len(stored)} of them, counted from 0. The index is "
+            "incomplete; download it again."
         )
     return len(stored)
 
 
-def drafter_config(
-    raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo], source: str, **hub: Any
-) -> DSparkConfig:
-    """
-    The embedded drafter's facts as a [`DSparkConfig`].
-
-    Raises:
-        `ValueError`: a key or a stage is missing, or a value is one that the host's layers do not
-        implement.
-    """
-    missing = [key for key in REQUIRED_KEYS + BACKBONE_KEYS if raw.get(key) is None]
-    if missing:
-        raise ValueError(
-            f"{source}: config.json lacks {', '.join(missing)}. These were fixed when the drafter "
-            "was trained and are not guessed; take them from the original checkpoint."
-        )
-    for name, value in _FIXED.items():
-        if raw[name] != value:
-            raise ValueError(
-                f"{source}: config.json has {name} {raw[name]!r}; DeepSeek-V4 layers of the host "
-                f"library implement {value!r} only."
-            )
-    expert = tensors.get("mtp.0.ffn.experts.0.w1.weight")
-    last = num_stages(raw, tensors, source, **hub) - 1
-    has_confidence = f"mtp.{last}.confidence_head.proj.weight" in tensors
-    return DSparkConfig(
-        backbone_config={
-            "model_type": DEEPSEEK_V4,
-            "vocab_size": raw["vocab_size"],
-            "num_hidden_layers": last + 1,
-            "layer_types": ["sliding_attention"] * (last + 1),
-            "mlp_layer_types": ["moe"] * (last + 1),
-            "rope_parameters": _rope_parameters(raw, source),
-            "expert_dtype": "fp4" if expert is not None and expert.dtype == "I8" else None,
-            **{key: raw[key] for key in BACKBONE_KEYS},
-        },
-        block_size=raw["dspark_block_size"],
-        mask_token_id=raw["dspark_noise_token_id"],
-        target_layer_ids=raw["dspark_target_layer_ids"],
-        num_target_layers=raw["num_hidden_layers"],
-        target_hidden_size=raw["hidden_size"],
-        vocab_size=raw["vocab_size"],
-        markov_head_type="vanilla",
-        markov_rank=raw["dspark_markov_rank"],
-        confidence_head=has_confidence,
-        confidence_head_with_markov=has_confidence,
-        confidence_head_bias=f"mtp.{last}.confidence_head.proj.bias" in tensors,
-        stores_input_embeddings=False,
-        stores_output_embeddings=False,
-        architectures=["DSparkDrafter"],
-        dtype=raw.get("dtype", raw.get("torch_dtype")),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_id=raw.get("eos_token_id"),
-        pad_token_id=raw.get("pad_token_id"),
-    )
-
-
-def _rope_parameters(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _rope_parameters(reader: ConfigReader) -> dict[str, Any]:
     """
     Plain rotary embedding of the draft layers. The YaRN parameters and the other θ are those of the
     target's compressed layers; the host wants both places filled.
     """
-    main = (raw.get("rope_parameters") or {}).get("main", raw)
-    theta, rotated = main.get("rope_theta"), raw.get("qk_rope_head_dim")
-    if theta is None or rotated is None:
-        raise ValueError(
-            f"{source}: config.json states rope_theta {theta!r} and qk_rope_head_dim {rotated!r}; "
-            "both must be the values the drafter was trained with."
-        )
+    theta = reader.require("rope_theta", "rope_parameters.main.rope_theta", "rope_theta")
+    rotated = reader.require("qk_rope_head_dim", "qk_rope_head_dim")
     plain = {
         "rope_type": "default",
         "rope_theta": theta,
-        "partial_rotary_factor": rotated / raw["head_dim"],
+        "partial_rotary_factor": rotated / reader.require("head_dim", "head_dim"),
     }
     return {"main": plain, "compress": dict(plain)}
 

@@ -8,22 +8,29 @@ from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
 from . import deepseek_v4
 from .checkpoint import meta_state, read_facts
-from .dialects import ignored_keys
+from .detection import DEEPSEEK_V4
 from .files import num_bytes, read_config
 
 
-def describe(source: str, **hub: Any) -> dict[str, Any]:
+def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[str, Any]:
     """
     The normalised facts of a drafter checkpoint, JSON-ready.
 
     Only config.json and the headers of the weight files are read; on the Hub only those travel.
+    `origins` says for each fact which key of config.json it came from; an entry that starts with
+    `=` followed from the layout or the tensors. `warnings` names contradictions and silences.
+
+    Args:
+        source (`str`): folder or Hub id.
+        block_layout (`str`, *optional*):
+            `"anchor_first"` or `"infill"`, over what the checkpoint says.
 
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
     cls = drafter_class(read_config(source, **hub))
-    facts = read_facts(cls, source, download_weights=False, **hub)
-    config, tensors = facts.config, facts.tensors
+    facts = read_facts(cls, source, download_weights=False, block_layout=block_layout, **hub)
+    config, tensors, reading = facts.config, facts.tensors, facts.reading
     bound = []
     if not config.stores_input_embeddings:
         bound.append("embedding")
@@ -36,24 +43,32 @@ def describe(source: str, **hub: Any) -> dict[str, Any]:
         "family": _family(config),
         "block_size": config.block_size,
         "target_layer_ids": list(config.target_layer_ids),
+        "hidden_states_indices": [layer + 1 for layer in config.target_layer_ids],
         "num_target_layers": config.num_target_layers,
         "target_hidden_size": config.target_hidden_size,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "backbone": config.backbone_config.model_type,
         "num_draft_layers": config.backbone_config.num_hidden_layers,
+        "rope": _rotary(config),
+        "interleaved_rotary": reading.interleaved_rotary,
         **(_block_facts(config) if isinstance(config, DSparkConfig) else {}),
         "final_logit_softcapping": config.final_logit_softcapping,
         "bound_from_target": bound,
+        "draft_sampling": "greedy" if reading.greedy_drafts else "sample",
         "num_tensors": len(tensors),
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
         "num_bytes": sum(num_bytes(tensor) for tensor in tensors.values()),
         "stored_dtypes": sorted({tensor.dtype for tensor in tensors.values()}),
         "files": sorted({tensor.file for tensor in tensors.values()}),
-        "ignored_config_keys": ignored_keys(facts.raw_config, facts.dialect),
+        "renamed_tensors": reading.renames,
+        "ignored_tensors": sorted(reading.unneeded),
+        "ignored_config_keys": reading.unread,
+        "origins": reading.origins,
+        "warnings": reading.warnings,
         **(
             deepseek_v4.storage_facts(meta_state(cls, config), config, tensors)
-            if facts.dialect == deepseek_v4.DEEPSEEK_V4
+            if facts.dialect == DEEPSEEK_V4
             else {}
         ),
     }
@@ -75,4 +90,26 @@ def _block_facts(config: DSparkConfig) -> dict[str, Any]:
         "markov_rank": config.markov_rank,
         "confidence_head": config.confidence_head,
         "confidence_head_with_markov": config.confidence_head_with_markov,
+        "windows": _windows(config),
+        "window_measured_from": "slot" if config.sliding_window_per_slot else "anchor",
+        "causal_layers": config.causal_layers,
+        "unscaled_input_embeddings": config.unscaled_input_embeddings,
     }
+
+
+def _windows(config: DSparkConfig) -> list[int | None]:
+    """Sliding window of every draft layer, `None` for full attention."""
+    backbone = config.backbone_config
+    if backbone.model_type == "deepseek_v4":
+        return [backbone.sliding_window] * backbone.num_hidden_layers
+    if backbone.model_type != "qwen3":
+        return [None] * backbone.num_hidden_layers
+    return [
+        backbone.sliding_window if kind == "sliding_attention" else None
+        for kind in backbone.layer_types
+    ]
+
+
+def _rotary(config: DrafterConfig) -> dict[str, Any]:
+    rope = dict(config.backbone_config.rope_parameters)
+    return rope.get("full_attention", rope.get("main", rope))

@@ -1,50 +1,51 @@
-"""Eagle3 checkpoints in our normal form: this library's layout and DeepSpec's."""
-
-from collections.abc import Collection
-from typing import Any
+"""DeepSpec Eagle3 checkpoints in our normal form."""
 
 from ..configuration_eagle3 import Eagle3Config
-from .dialects import EAGLE3, deepspec_backbone, deepspec_eagle3_backbone, require_keys
+from .deepspec import common_facts, deepspec_body
+from .detection import deepspec_eagle3_backbone
+from .reading import ConfigReader, Reading
 
-_REQUIRED_DRAFTER_KEYS = ("ttt_length", "target_layer_ids", "num_target_layers", "vocab_size")
+_TRAINING_KEYS = ("draft_num_hidden_layers", "step_loss_decay", "target_model_name_or_path")
 
 
-def normalise_eagle3(
-    raw: dict[str, Any], dialect: str, source: str, tensor_names: Collection[str]
-) -> Eagle3Config:
+def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
     """
-    The checkpoint's facts as an [`Eagle3Config`].
+    The drafter that a DeepSpec Eagle3 checkpoint describes.
 
     Embedding and head are decided by the presence of their tensors.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
     """
-    if dialect == EAGLE3:
-        require_keys(raw, ("backbone_config",), source)
-        return Eagle3Config.from_dict(raw)
-    require_keys(raw, _REQUIRED_DRAFTER_KEYS, source)
-    size = raw.get("draft_vocab_size")
-    if size not in (None, raw["vocab_size"]):
+    if layout is not None:
         raise ValueError(
-            f"{source}: DeepSpec Eagle3 drafters draft every token of their target, but "
-            f"draft_vocab_size is {size} and vocab_size {raw['vocab_size']}. The config.json was "
-            "edited or belongs to another checkpoint."
+            f"{reader.source} is an Eagle3 drafter, which drafts token by token and has no blocks; "
+            "leave block_layout out."
         )
-    backbone: Any = deepspec_eagle3_backbone(raw)
-    return Eagle3Config(
-        backbone_config=deepspec_backbone(raw, backbone, source),
-        block_size=raw["ttt_length"],
-        target_layer_ids=raw["target_layer_ids"],
-        num_target_layers=raw["num_target_layers"],
-        target_hidden_size=raw["hidden_size"],
-        vocab_size=raw["vocab_size"],
-        final_logit_softcapping=raw.get("final_logit_softcapping")
-        if backbone == "gemma4_text"
-        else None,
-        stores_input_embeddings="embed_tokens.weight" in tensor_names,
-        stores_output_embeddings="lm_head.weight" in tensor_names,
+    reader.ignore(*_TRAINING_KEYS)
+    block_size = reader.require("block_size", "ttt_length")
+    taps = reader.require("target_layer_ids", "target_layer_ids")
+    depth = reader.require("num_target_layers", "num_target_layers")
+    vocab_size = reader.require("vocab_size", "vocab_size")
+    size = reader.get("draft_vocab_size", "draft_vocab_size")
+    if size not in (None, vocab_size):
+        raise ValueError(
+            f"{reader.source}: DeepSpec Eagle3 drafters draft every token of their target, but "
+            f"draft_vocab_size is {size} and vocab_size {vocab_size}. The config.json was edited "
+            "or belongs to another checkpoint."
+        )
+    backbone = str(deepspec_eagle3_backbone(reader.raw))
+    body = deepspec_body(reader, backbone)
+    cap = reader.get("final_logit_softcapping", "final_logit_softcapping")
+    config = Eagle3Config(
+        backbone_config=body,
+        block_size=block_size,
+        target_layer_ids=taps,
+        num_target_layers=depth,
+        target_hidden_size=body["hidden_size"],
+        vocab_size=vocab_size,
+        final_logit_softcapping=cap if backbone == "gemma4_text" else None,
         architectures=["Eagle3Drafter"],
-        dtype=raw.get("dtype", raw.get("torch_dtype")),
-        **{key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **common_facts(reader),
     )
+    return Reading(config)

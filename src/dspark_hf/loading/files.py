@@ -31,10 +31,12 @@ HUB_ARGUMENTS = (
     "token",
 )
 
-# Bytes per element of the types a drafter may be stored in. Anything else is quantised.
+# Bytes per element of the types a drafter's weights may be stored in. Anything else is quantised.
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-# Quantised types, where a layout knows them: FP8 weights, their scales, packed bytes.
-_QUANTISED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1}
+# Those of the map of a reduced vocabulary.
+_ID_BYTES = {"I64": 8, "I32": 4, "BOOL": 1, "U8": 1, "I8": 1, "I16": 2}
+# FP8 weights and their scales, where a layout knows them.
+_FP8_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1}
 
 _NOT_WRITABLE = (errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EROFS)
 
@@ -176,7 +178,7 @@ def read_tensors_remotely(
 
 def num_bytes(tensor: TensorInfo) -> int:
     """Stored size of a tensor in bytes."""
-    return math.prod(tensor.shape) * {**FLOAT_BYTES, **_QUANTISED_BYTES}[tensor.dtype]
+    return math.prod(tensor.shape) * {**FLOAT_BYTES, **_ID_BYTES, **_FP8_BYTES}[tensor.dtype]
 
 
 def _only(tensors: dict[str, Any], wanted: Callable[[str], bool] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import GOLDEN, read_json, same_weights
 from dspark_hf import DSparkDrafter
-from dspark_hf.loading.deepseek_v4_export import merge_into_target
+from dspark_hf.exporting.deepseek_v4 import merge_into_target
 from dspark_hf.quantised import dequantise_fp8
 from tiny import make_drafter
 from tiny_v4 import V4, V4_QUANTISED, load_golden_drafter, make_v4_drafter

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..quantised import quantise_fp8
-from .deepseek_v4 import is_stored_part, is_target, stored_parts
+from ..loading.deepseek_v4 import is_stored_part, stored_parts
+from ..loading.detection import DEEPSEEK_V4
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDrafter
@@ -81,13 +82,13 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
 
 def _check_pair(drafter: "DSparkDrafter", raw: dict[str, Any], folder: Path) -> None:
     config = drafter.config
-    if config.backbone_config.model_type != "deepseek_v4" or config.stores_input_embeddings:
+    if config.backbone_config.model_type != DEEPSEEK_V4 or config.stores_input_embeddings:
         raise ValueError(
             f"Only drafters with DeepSeek-V4 layers and without an embedding of their own can be "
             f"stored inside a target; this one has {config.backbone_config.model_type!r} layers "
             f"and stores_input_embeddings={config.stores_input_embeddings}."
         )
-    if not is_target(raw):
+    if raw.get("model_type") != DEEPSEEK_V4:
         raise ValueError(
             f"{folder} holds a model of type {raw.get('model_type')!r}; a DeepSeek-V4 drafter "
             "belongs into a 'deepseek_v4' target."

@@ -1,0 +1,38 @@
+"""`dspark-hf export`: a drafter for other engines."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from ..exporting.cards import serve_commands
+from ..exporting.export import export_drafter
+from ..modeling_dspark import DSparkDrafter
+from .models import SMOLLM2, smollm2_source
+
+
+def run_export(
+    console: Console,
+    drafter: str,
+    folder: Path,
+    layout: str,
+    target_name: str | None,
+    copy_from: str | None,
+    push: str | None,
+    **options: Any,
+) -> None:
+    """Write the files, upload them if asked to, and print the commands that serve them."""
+    model = DSparkDrafter.from_pretrained(drafter, dtype="auto")
+    target, name = None, target_name or copy_from
+    if copy_from is not None:
+        source = smollm2_source() if copy_from == SMOLLM2 else copy_from
+        target = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    written = export_drafter(
+        model, folder, layout, target=target, target_name=name, repo_id=push, **options
+    )
+    console.print(f"written: {written}", highlight=False, soft_wrap=True)
+    if push is not None:
+        console.print(f"uploaded: {push}", highlight=False, soft_wrap=True)
+    for command in serve_commands(model.config, layout, push or str(folder), name or "TARGET"):
+        console.print(command, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,134 @@
+"""`dspark-hf probe`: how a drafter's blocks are laid out, by drafting along the target's text."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ..auto import drafter_class
+from ..evaluation.prompts import encode_prompt
+from ..loading.files import read_config
+from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError
+from ..modeling_dspark import DSparkDrafter
+from ..probing import ProbeResult, combine, probe_layout
+
+logger = logging.getLogger(__name__)
+
+
+def load_drafter(source: str, dtype: Any) -> tuple[Any, bool]:
+    """
+    A drafter, and whether its checkpoint says how its blocks are laid out; one that does not is
+    read as anchor-first until it is probed.
+    """
+    cls = drafter_class(read_config(source))
+    try:
+        return cls.from_pretrained(source, dtype=dtype), True
+    except UndecidedLayoutError:
+        return cls.from_pretrained(source, dtype=dtype, block_layout=ANCHOR_FIRST), False
+
+
+def layout_name(anchor_predicts: bool) -> str:
+    """The name that `from_pretrained` takes."""
+    return ANCHOR_FIRST if anchor_predicts else INFILL
+
+
+def settle_layout(
+    target: Any, tokenizer: Any, drafter: DSparkDrafter, source: str, prompt: str
+) -> DSparkDrafter:
+    """Probe a drafter whose checkpoint is silent, and read it as the probe found."""
+    result = _probe(target, tokenizer, drafter, [prompt], 64, 48, console=None)
+    layout = layout_name(result.best.anchor_predicts)
+    logger.warning(
+        "%s does not say how its blocks are laid out. Drafting along %d anchors of the target's "
+        "own text, %s agreed best%s; it is used. Pass block_layout=%r to load it so.",
+        source,
+        len(result.evidence[0].lengths),
+        layout,
+        "" if result.decided else " (the lead is within chance)",
+        layout,
+    )
+    settled = DSparkDrafter.from_pretrained(source, dtype=drafter.dtype, block_layout=layout)
+    return settled.to(drafter.device)
+
+
+def run_probe(
+    console: Console,
+    target: str,
+    drafter: str,
+    prompts: Path | None,
+    num_prompts: int,
+    max_new_tokens: int,
+    num_anchors: int,
+    dtype: str,
+    threads: int,
+) -> dict[str, Any]:
+    """Evidence for each reading, printed and returned."""
+    from .models import DEFAULT_PROMPTS, load_pair, read_prompts
+
+    texts = read_prompts(prompts, num_prompts) if prompts else list(DEFAULT_PROMPTS[:num_prompts])
+    pair = load_pair(target, drafter, dtype, threads, settle=False)
+    if not isinstance(pair.drafter, DSparkDrafter):
+        raise ValueError(f"{drafter} drafts token by token and has no block layout to probe.")
+    result = _probe(
+        pair.target, pair.tokenizer, pair.drafter, texts, max_new_tokens, num_anchors, console
+    )
+    console.print(_table(result))
+    advice = f"block_layout={layout_name(result.best.anchor_predicts)!r}"
+    if result.best == result.stated:
+        console.print("The drafter is read as it agrees best.")
+    elif result.decided:
+        console.print(f"[bold]Another reading agrees better.[/] {_difference(result)} ({advice})")
+    else:
+        console.print(f"Undecided: the lead is within chance. Use more anchors. ({advice})")
+    return result.to_dict()
+
+
+def _probe(
+    target: Any,
+    tokenizer: Any,
+    drafter: DSparkDrafter,
+    texts: list[str],
+    max_new_tokens: int,
+    num_anchors: int,
+    console: Console | None,
+) -> ProbeResult:
+    results = []
+    for text in track(texts, "drafting", console=console, transient=True, disable=console is None):
+        inputs = encode_prompt(tokenizer, text, target.device)
+        ids = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        first = inputs["input_ids"].shape[1] - 1
+        results.append(probe_layout(target, drafter, ids, max(first, 1), num_anchors // len(texts)))
+    return combine(results)
+
+
+def _difference(result: ProbeResult) -> str:
+    best, stated = result.best, result.stated
+    parts = []
+    if best.anchor_predicts != stated.anchor_predicts:
+        parts.append(f"blocks are {layout_name(best.anchor_predicts)}")
+    if best.tap_offset:
+        parts.append(f"taps lie {best.tap_offset:+d} layer from where they are read")
+    if best.causal != stated.causal:
+        parts.append("blocks are causal" if best.causal else "blocks are bidirectional")
+    return "; ".join(parts).capitalize() + "."
+
+
+def _table(result: ProbeResult) -> Table:
+    table = Table(title="agreement with the target's own text", title_justify="left")
+    for heading in ("block layout", "taps", "block", "accepted length", "by position"):
+        table.add_column(heading)
+    for evidence in result.evidence:
+        reading = evidence.reading
+        marks = " ←" if reading == result.stated else ""
+        table.add_row(
+            layout_name(reading.anchor_predicts) + marks,
+            f"{reading.tap_offset:+d}" if reading.tap_offset else "as read",
+            "causal" if reading.causal else "bidirectional",
+            f"{evidence.accepted_length:.2f}",
+            " ".join(f"{100 * share:.0f}%" for share in evidence.agreement),
+        )
+    table.caption = "← as the drafter is read now"
+    return table

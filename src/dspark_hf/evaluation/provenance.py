@@ -1,0 +1,110 @@
+"""What a figure depends on: machine, versions, and which weights were run."""
+
+import hashlib
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_VALUES_PER_TENSOR = 4096
+
+
+def machine_facts(target: Any) -> dict[str, Any]:
+    """Device, threads, precision, attention and versions that a target runs with."""
+    return {
+        "device": str(target.device),
+        "processor": _processor_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor_name() -> str:
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def code_revision() -> str | None:
+    """Commit of this package's checkout, with `+` if it was changed since; `None` if installed."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            result = subprocess.run(
+                ("git", "-C", str(Path(__file__).parent), *arguments),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return result.stdout.strip()
+
+    # An installed copy can lie inside a checkout of something else, which does not track it.
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return f"{git('rev-parse', 'HEAD')}{'+' if changed else ''}"
+
+
+def fingerprint(model: Any) -> str:
+    """
+    Twelve hex digits that tell one set of weights from another: the hash of every tensor's name,
+    shape, type and first 4096 values. Training changes all tensors, so this is enough to notice.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.device.type != "meta":
+            values = tensor.detach().flatten()[:_VALUES_PER_TENSOR].cpu().contiguous()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def text_digest(text: str) -> str:
+    """Twelve hex digits that tell one prompt from another."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
+    """
+    What a report says about a drafter.
+
+    `id` identifies its weights together with its config and its generation config: the same folder
+    after more training, or with another threshold, is another drafter.
+    """
+    config = drafter.config.to_dict()
+    # Where it was loaded from, and by which version, changes nothing that it does.
+    facts = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
+    settings = drafter.generation_config.to_diff_dict()
+    settings.pop("transformers_version", None)
+    identity = json.dumps([facts, settings], sort_keys=True, default=str)
+    backbone = config.get("backbone_config") or {}
+    return {
+        "name": name,
+        "id": text_digest(f"{fingerprint(drafter)} {identity}"),
+        "method": _method(config),
+        "block_size": drafter.config.block_size,
+        "num_layers": backbone.get("num_hidden_layers"),
+        "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "confidence_head": bool(config.get("confidence_head")),
+    }
+
+
+def _method(config: dict[str, Any]) -> str:
+    if config["model_type"] != "dspark":
+        return config["model_type"].removeprefix("dspark_").capitalize()
+    head = config.get("markov_head_type")
+    return f"DSpark ({head})" if head else "DFlash"

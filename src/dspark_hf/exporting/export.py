@@ -1,0 +1,127 @@
+"""`export_drafter`: files, card and upload in one go."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, save_torch_state_dict
+from transformers import PreTrainedModel
+
+from ..loading.saving import save_atomically
+from ..modeling_dspark import DSparkDrafter
+from .cards import build_card, read_result
+from .layouts import (
+    DEEPSPEC,
+    LAYOUTS,
+    SPECULATORS,
+    Target,
+    deepspec_config,
+    layout_tensors,
+    speculators_config,
+)
+
+OWN = "dspark"
+
+
+def export_drafter(
+    drafter: DSparkDrafter,
+    directory: str | os.PathLike,
+    layout: str,
+    *,
+    target: PreTrainedModel | None = None,
+    target_name: str | None = None,
+    result: str | os.PathLike | dict[str, Any] | None = None,
+    license: str | None = None,
+    repo_id: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """
+    Write a drafter in a layout that other engines serve, with a model card, and upload it.
+
+    Files appear in `directory` only once all of them are complete.
+
+    Args:
+        drafter ([`DSparkDrafter`]): the drafter.
+        directory (`str` or `os.PathLike`): folder for the files.
+        layout (`str`):
+            `"deepspec"` (vLLM, SGLang), `"speculators"` (vLLM) or `"dspark"` (this library's own).
+        target (`PreTrainedModel`, *optional*):
+            The target, if the embedding and head that the drafter shares with it are to be written
+            as copies.
+        target_name (`str`, *optional*):
+            Where engines find the target. Taken from the target or from the drafter's config if it
+            is not given; the speculators layout needs it.
+        result (path or `dict`, *optional*):
+            Result of `dspark-hf evaluate`, `bench` or of a training run, for the card.
+        license (`str`, *optional*): licence of the drafter, for the card.
+        repo_id (`str`, *optional*): Hub repository to upload to; it is created if needed.
+        private (`bool`, *optional*), token (*optional*): as in the host's `push_to_hub`.
+        max_shard_size (`str`, *optional*, defaults to `"5GB"`): size of a weight file.
+
+    Returns:
+        The folder.
+
+    Raises:
+        `ValueError`: unknown layout, or a drafter that the layout cannot express.
+        `OSError`: writing or uploading failed.
+    """
+    if layout not in (*LAYOUTS, OWN):
+        raise ValueError(
+            f"layout is {layout!r}; a drafter can be written as "
+            f"{', '.join(map(repr, (*LAYOUTS, OWN)))}."
+        )
+    if not isinstance(drafter, DSparkDrafter):
+        raise ValueError(
+            f"{type(drafter).__name__} is not a block drafter; only DSparkDrafter is exported."
+        )
+    facts = result if isinstance(result, dict) or result is None else read_result(result)
+    lender = _target(target, target_name)
+    folder = Path(directory)
+    with save_atomically(folder) as temporary:
+        if layout == OWN:
+            drafter.save_pretrained(temporary, max_shard_size=max_shard_size)
+            stored = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+        else:
+            stored = _write(drafter, temporary, layout, lender, max_shard_size)
+        card = build_card(
+            drafter.config, layout, repo_id or folder.name, lender.name, stored, facts, license
+        )
+        (temporary / "README.md").write_text(str(card), encoding="utf-8")
+    if repo_id is not None:
+        _upload(folder, repo_id, private, token)
+    return folder
+
+
+def _target(model: PreTrainedModel | None, name: str | None) -> Target:
+    if model is None:
+        return Target(name=name)
+    architectures = model.config.architectures or [type(model).__name__]
+    return Target(name or model.config.name_or_path or None, model, tuple(architectures))
+
+
+def _write(
+    drafter: DSparkDrafter, folder: Path, layout: str, target: Target, max_shard_size: str
+) -> dict[str, tuple[int, ...]]:
+    """config.json and weights; returns the shapes of what was written."""
+    to_config = {DEEPSPEC: deepspec_config, SPECULATORS: speculators_config}[layout]
+    raw = to_config(drafter, target)
+    tensors = layout_tensors(drafter, layout, target)
+    text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    # Calibration and thresholds travel with the drafter; a file without any would say nothing.
+    defaults = vars(drafter.generation_config)
+    if any(key.startswith("dspark_") and defaults[key] is not None for key in defaults):
+        drafter.generation_config.save_pretrained(folder)
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _upload(folder: Path, repo_id: str, private: bool | None, token: str | bool | None) -> None:
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    api.upload_folder(
+        repo_id=repo_id, folder_path=folder, commit_message="Upload drafter", ignore_patterns=[".*"]
+    )

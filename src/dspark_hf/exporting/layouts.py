@@ -1,0 +1,274 @@
+"""
+A drafter as config.json and tensors of another layout.
+
+Each function takes a drafter and gives what the files hold, or raises for a drafter that the layout
+cannot express: nothing is dropped or approximated.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..configuration_dspark import DSparkConfig
+from ..modeling_dspark import DSparkDrafter
+
+DEEPSPEC, SPECULATORS = "deepspec", "speculators"
+LAYOUTS = (DEEPSPEC, SPECULATORS)
+# Release of the speculators package whose layout is written.
+SPECULATORS_VERSION = "0.9.0"
+
+EMBEDDING, HEAD, MAP = "embed_tokens.weight", "lm_head.weight", "draft_to_target"
+_CONFIDENCE_BIAS = "confidence_head.proj.bias"
+_DEEPSPEC_ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "gemma4_text": "Gemma4DSparkModel"}
+# Keys of the host's configs that say nothing about the drafter's layers.
+_NOT_LAYERS = (
+    "_name_or_path",
+    "architectures",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "transformers_version",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """
+    What an export needs to know of the target.
+
+    Attributes:
+        name (`str`, *optional*): Hub id or path that engines load the target from.
+        model (`PreTrainedModel`, *optional*):
+            the target itself, to copy the embedding and the head from that the drafter shares.
+        architectures (`list[str]`): class names in the target's config.
+    """
+
+    name: str | None = None
+    model: PreTrainedModel | None = None
+    architectures: tuple[str, ...] = ()
+
+    @property
+    def depth(self) -> int | None:
+        """Number of decoder layers, if the target is at hand."""
+        if self.model is None:
+            return None
+        return self.model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
+    """
+    config.json of the DeepSpec layout, for DSpark drafters and headless ones (DFlash).
+
+    Raises:
+        `ValueError`: the drafter has something that the layout cannot say.
+    """
+    config, body = drafter.config, drafter.config.backbone_config
+    depth = config.num_target_layers or target.depth
+    kinds = getattr(body, "layer_types", None) or ["full_attention"]
+    is_gemma = body.model_type == "gemma4_text"
+    obstacles = {
+        "an infill block (the anchor slot of DeepSpec blocks predicts)": not config.anchor_predicts,
+        "causal draft layers": bool(config.causal_layers),
+        "sliding draft layers": "sliding_attention" in kinds,
+        "a reduced draft vocabulary": config.draft_vocab_size is not None,
+        "features of another width than the draft layers": (
+            config.target_hidden_size != config.hidden_size
+        ),
+        "a logit soft-cap over Qwen3 layers": (
+            config.final_logit_softcapping is not None and not is_gemma
+        ),
+        "no record of the target's depth (pass the target)": depth is None,
+    }
+    _refuse(obstacles, "DeepSpec")
+    raw = {
+        **_layers(body),
+        "architectures": [_DEEPSPEC_ARCHITECTURES[body.model_type]],
+        "block_size": config.block_size,
+        "dtype": _dtype(drafter),
+        "enable_confidence_head": config.confidence_head,
+        "markov_rank": config.markov_rank,
+        "mask_token_id": config.mask_token_id,
+        "num_target_layers": depth,
+        "target_layer_ids": list(config.target_layer_ids),
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+        **_special_tokens(config),
+    }
+    if config.markov_head_type:
+        raw["markov_head_type"] = config.markov_head_type
+    if config.confidence_head:
+        raw["confidence_head_with_markov"] = config.confidence_head_with_markov
+    if is_gemma:
+        raw["final_logit_softcapping"] = config.final_logit_softcapping
+    return raw
+
+
+def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
+    """
+    config.json of the speculators layout, for DSpark drafters and headless ones (DFlash).
+
+    Raises:
+        `ValueError`: the drafter has something that the layout cannot say, or the target's name is
+            not known.
+    """
+    config, body = drafter.config, drafter.config.backbone_config
+    kinds = list(getattr(body, "layer_types", None) or [])
+    sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    obstacles = {
+        f"{body.model_type} layers (speculators draft layers are qwen3)": body.model_type
+        != "qwen3",
+        "causal layers that are not exactly its sliding layers": (
+            config.causal_layers not in ([], sliding)
+        ),
+        "a window that is measured from each slot": (
+            config.sliding_window_per_slot and bool(sliding)
+        ),
+        "a logit soft-cap": config.final_logit_softcapping is not None,
+        "features of another width than the draft layers": (
+            config.target_hidden_size != config.hidden_size
+        ),
+        "a target whose embedding scales what it looks up": (
+            not config.unscaled_input_embeddings and _scales(drafter, target)
+        ),
+        "no name of its target (pass target_name)": target.name is None,
+    }
+    _refuse(obstacles, "speculators")
+    is_dspark = bool(config.markov_head_type or config.confidence_head)
+    algorithm = "dspark" if is_dspark else "dflash"
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.block_size,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    raw = {
+        "architectures": ["DSparkSpeculator" if is_dspark else "DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
+        "block_size": config.block_width,
+        "draft_vocab_size": config.num_draftable_tokens,
+        "dtype": _dtype(drafter),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.anchor_predicts,
+        "sliding_window_non_causal": bool(sliding) and not config.causal_layers,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": list(target.architectures),
+            },
+        },
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {**_layers(body), "vocab_size": config.vocab_size},
+    }
+    depth = config.num_target_layers or target.depth
+    if depth is not None:
+        # Not a key of the layout, which allows others; it lets a loader check the pair.
+        raw["num_target_layers"] = depth
+    if is_dspark:
+        raw |= {
+            "confidence_head_with_markov": config.confidence_head_with_markov,
+            "enable_confidence_head": config.confidence_head,
+            "markov_head_type": config.markov_head_type or "vanilla",
+            "markov_rank": config.markov_rank,
+        }
+    return raw
+
+
+def layout_tensors(drafter: DSparkDrafter, layout: str, target: Target) -> dict[str, torch.Tensor]:
+    """
+    Tensors under the names of a layout, on the CPU.
+
+    The embedding and the head are the drafter's own, or copies of those it shares with the target;
+    where there are neither, they are left out and an engine lends the target's.
+
+    Raises:
+        `ValueError`: a reduced vocabulary without the rows of the head, which engines cannot find
+            out.
+    """
+    tensors = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
+    embedding, head = drafter.get_input_embeddings(), drafter.get_output_embeddings()
+    if target.model is not None:
+        embedding = embedding if embedding is not None else target.model.get_input_embeddings()
+        head = head if head is not None else target.model.get_output_embeddings()
+    ids = tensors.pop(MAP, None)
+    if EMBEDDING not in tensors and embedding is not None:
+        tensors[EMBEDDING] = embedding.weight.detach().cpu()[: drafter.config.vocab_size]
+    if HEAD not in tensors and head is not None:
+        rows = head.weight.detach().cpu()
+        tensors[HEAD] = rows if ids is None else rows[ids]
+    if ids is not None and HEAD not in tensors:
+        raise ValueError(
+            "The drafter has a reduced vocabulary and shares the target's head. Engines need its "
+            "rows in the file: pass the target."
+        )
+    if ids is not None and layout == SPECULATORS:
+        # Offsets, and a membership list, over ascending ids.
+        order = ids.argsort()
+        for name in (HEAD, "markov_head.markov_w2.weight"):
+            if name in tensors:
+                tensors[name] = tensors[name][order]
+        ids = ids[order]
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][ids] = True
+    if drafter.config.confidence_head and _CONFIDENCE_BIAS not in tensors:
+        # These layouts have a bias; one of zero is none.
+        tensors[_CONFIDENCE_BIAS] = tensors["confidence_head.proj.weight"].new_zeros(1)
+    dtype = drafter.dtype
+    # Copies, because a target may tie the two matrices and files hold each name by itself.
+    return {
+        name: value.to(dtype if value.is_floating_point() else value.dtype).clone().contiguous()
+        for name, value in tensors.items()
+    }
+
+
+def _refuse(obstacles: dict[str, bool], layout: str) -> None:
+    found = [what for what, present in obstacles.items() if present]
+    if found:
+        raise ValueError(
+            f"This drafter cannot be written in the {layout} layout: it has {'; '.join(found)}. "
+            "Save it in this library's own layout, or in another one."
+        )
+
+
+def _layers(body: PreTrainedConfig) -> dict[str, Any]:
+    """The draft layers' config without what the host adds to every config."""
+    raw = {key: value for key, value in body.to_dict().items() if key not in _NOT_LAYERS}
+    # The host keeps Gemma 4's full-attention sizes by layer; published files name them.
+    by_layer = raw.pop("per_layer_config", None) or {}
+    if body.model_type == "gemma4_text":
+        own = next(iter(by_layer.values()), {})
+        raw["global_head_dim"] = own.get("head_dim", raw.get("head_dim"))
+        raw["num_global_key_value_heads"] = own.get(
+            "num_key_value_heads", raw.get("num_key_value_heads")
+        )
+    return {**raw, "model_type": body.model_type}
+
+
+def _special_tokens(config: DSparkConfig) -> dict[str, Any]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(config, name) for name in names}
+
+
+def _dtype(drafter: DSparkDrafter) -> str:
+    return str(drafter.dtype).removeprefix("torch.")
+
+
+def _scales(drafter: DSparkDrafter, target: Target) -> bool:
+    modules = [drafter.get_input_embeddings()]
+    if target.model is not None:
+        modules.append(target.model.get_input_embeddings())
+    return any(hasattr(module, "embed_scale") for module in modules)

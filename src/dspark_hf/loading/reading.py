@@ -1,0 +1,223 @@
+"""The middle of loading: config.json with a record of what was read, and the normal form."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..configuration_drafter import DrafterConfig
+from .files import TensorInfo
+
+ANCHOR_FIRST, INFILL = "anchor_first", "infill"
+BLOCK_LAYOUTS = (ANCHOR_FIRST, INFILL)
+
+_ABSENT = object()
+
+
+class UndecidedLayoutError(ValueError):
+    """
+    Nothing in the checkpoint says whether the anchor slot of a block predicts.
+    """
+
+
+@dataclass(frozen=True)
+class Reading:
+    """
+    A checkpoint in the normal form: what every dialect is turned into.
+
+    Attributes:
+        config ([`DrafterConfig`]): the trained facts.
+        renames (`dict[str, str]`): stored tensor names that differ from ours, and ours.
+        unneeded (`frozenset[str]`): stored tensors that the layout knows and drafting does not use.
+        interleaved_rotary (`bool`):
+            Query and key rows are stored for rotary pairs (2i, 2i + 1); ours are (i, i + d/2).
+        vocabulary_offsets (`bool`): `d2t` holds target id minus draft id, and not target ids.
+        greedy_drafts (`bool`): the layout's reference loop drafts by argmax at every temperature.
+        origins (`dict[str, str]`): where each fact was found; a `=` means by rule, not by a key.
+        unread (`list[str]`): keys of config.json that had no part in it.
+        warnings (`list[str]`): contradictions and silences, and how they were resolved.
+    """
+
+    config: DrafterConfig
+    renames: dict[str, str] = field(default_factory=dict)
+    unneeded: frozenset[str] = frozenset()
+    interleaved_rotary: bool = False
+    vocabulary_offsets: bool = False
+    greedy_drafts: bool = False
+    origins: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def key_mapping(self) -> dict[str, str] | None:
+        """The renames as the host's loading takes them: patterns of stored names to ours."""
+        return {f"^{re.escape(old)}$": new for old, new in self.renames.items()} or None
+
+    def tensors_by_our_name(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Stored tensors under the names that the drafter has for them."""
+        return {
+            self.renames.get(name, name): tensor
+            for name, tensor in tensors.items()
+            if name not in self.unneeded
+        }
+
+
+class ConfigReader:
+    """
+    config.json of a checkpoint, read by dotted paths; remembers what was read from where.
+
+    Args:
+        raw (`dict`): config.json as it is.
+        source (`str`): repository or folder, for messages.
+        tensors (mapping of `str` to [`TensorInfo`]): the stored tensors.
+    """
+
+    def __init__(self, raw: dict[str, Any], source: str, tensors: Mapping[str, TensorInfo]):
+        self.raw = raw
+        self.source = source
+        self.tensors = tensors
+        self.origins: dict[str, str] = {}
+        self.warnings: list[str] = []
+        self._read: set[str] = set()
+
+    def get(self, field: str, *paths: str, default: Any = None) -> Any:
+        """
+        A fact that may stand at several places; null counts as absent.
+
+        Raises:
+            `ValueError`: two places give different values.
+        """
+        self.ignore(*paths)
+        found = {path: value for path in paths if (value := self._at(path)) is not None}
+        if not found:
+            return default
+        (path, value), *others = found.items()
+        for other, contradiction in others:
+            if contradiction != value:
+                raise ValueError(
+                    f"{self.source}: config.json says {path} = {value!r} and {other} = "
+                    f"{contradiction!r}. It was fixed when the drafter was trained: keep the one "
+                    "that its author trained with and remove the other."
+                )
+        self.origins[field] = path
+        return value
+
+    def require(self, field: str, *paths: str) -> Any:
+        """Like `get`, and raises `ValueError` where none of the places has a value."""
+        value = self.get(field, *paths, default=_ABSENT)
+        if value is _ABSENT:
+            raise ValueError(
+                f"{self.source}: config.json lacks {' or '.join(paths)}. These were fixed when the "
+                "drafter was trained and are not guessed; take them from the original checkpoint."
+            )
+        return value
+
+    def section(self, path: str) -> dict[str, Any]:
+        """A nested object, empty if absent. Raises `ValueError` if it is something else."""
+        value = self._at(path)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{self.source}: config.json has {path} = {value!r}, expected an object."
+            )
+        return value
+
+    def ignore(self, *paths: str) -> None:
+        """Note that these keys are known to the layout."""
+        self._read.update(paths)
+
+    def by_rule(self, field: str, reason: str) -> None:
+        """Note that a fact follows from the layout or the tensors and not from a key."""
+        self.origins[field] = f"= {reason}"
+
+    def warn(self, message: str) -> None:
+        """Note a contradiction or a silence, and how it was resolved."""
+        self.warnings.append(message)
+
+    def unread(self) -> list[str]:
+        """Keys that nothing asked for; of a nested object, those inside it."""
+        keys = []
+        for key, value in self.raw.items():
+            inside = {path for path in self._read if path.startswith(f"{key}.")}
+            if key in self._read:
+                continue
+            if inside and isinstance(value, dict):
+                keys += [f"{key}.{k}" for k in value if f"{key}.{k}" not in inside]
+            else:
+                keys.append(key)
+        return sorted(keys)
+
+    def _at(self, path: str) -> Any:
+        value: Any = self.raw
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+def block_layout(
+    reader: ConfigReader, width: int, stated: bool | None, override: str | None
+) -> dict[str, Any]:
+    """
+    γ and the layout of a block of `width` slots, as fields of [`DSparkConfig`].
+
+    Args:
+        stated (`bool`, *optional*): whether the anchor predicts, as far as the checkpoint says.
+        override (`str`, *optional*): `"anchor_first"` or `"infill"` decides instead.
+
+    Raises:
+        `ValueError`: neither says, or the block is too short for the layout.
+    """
+    if override is not None:
+        if override not in BLOCK_LAYOUTS:
+            raise ValueError(
+                f"block_layout is {override!r}; it can be {' or '.join(map(repr, BLOCK_LAYOUTS))}."
+            )
+        if stated is not None and stated != (override == ANCHOR_FIRST):
+            reader.warn(f"block_layout={override!r} overrides what the checkpoint says.")
+        stated = override == ANCHOR_FIRST
+        reader.by_rule("anchor_predicts", f"block_layout={override!r} given by the caller")
+    if stated is None:
+        raise UndecidedLayoutError(
+            f"{reader.source}: nothing in config.json says whether the anchor slot of a block "
+            "predicts the first draft token. Ask the author, or find out with `dspark-hf probe`, "
+            "and pass block_layout='anchor_first' or 'infill'."
+        )
+    if not isinstance(width, int) or isinstance(width, bool) or width < (1 if stated else 2):
+        raise ValueError(
+            f"{reader.source}: block_size must be an integer of at least {1 if stated else 2} "
+            f"in the {ANCHOR_FIRST if stated else INFILL} layout, found {width!r}."
+        )
+    return {"block_size": width if stated else width - 1, "anchor_predicts": stated}
+
+
+def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None = None) -> Any:
+    """
+    V_d of a reduced draft vocabulary, `None` for a full one.
+
+    A size that equals the target's, without a map, is a full vocabulary.
+
+    Raises:
+        `ValueError`: fewer tokens than the target has, and no map that says which.
+    """
+    size = reader.get("draft_vocab_size", "draft_vocab_size", default=default)
+    if size is None or (size == vocab_size and "d2t" not in reader.tensors):
+        return None
+    if reader.tensors and "d2t" not in reader.tensors:
+        raise ValueError(
+            f"{reader.source}: draft_vocab_size is {size} and vocab_size {vocab_size}, but the "
+            "weights hold no d2t that says which of the target's tokens can be drafted. Take the "
+            "complete weights of the original checkpoint."
+        )
+    return size
+
+
+def vocabulary_tensors(reader: ConfigReader) -> dict[str, Any]:
+    """How the map of a reduced vocabulary is stored in published layouts, for a [`Reading`]."""
+    names = reader.tensors
+    return {
+        "renames": {"d2t": "draft_to_target"} if "d2t" in names else {},
+        # Which tokens can be drafted, once more: compared with the map and not kept.
+        "unneeded": frozenset({"t2d"} & set(names)),
+        "vocabulary_offsets": "d2t" in names,
+    }

@@ -1,0 +1,189 @@
+"""
+Damaged checkpoints end in a clear error or a correct reading, never in a crash or a silent default.
+
+2,000 mutations with a fixed seed: 1,700 of config.json, 300 of the weight file.
+"""
+
+import json
+import random
+import shutil
+
+import pytest
+from test_layouts import lfm2, modelopt, specforge, zlab
+
+from checkpoints import GATED, GEMMA4, GOLDEN, VANILLA, copy_checkpoint, copy_folder, read_json
+from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
+from dspark_hf.loading.checkpoint import read_facts
+from dspark_hf.loading.reading import UndecidedLayoutError
+from tiny import make_drafter
+
+SPECULATORS = GOLDEN.parent / "golden_speculators"
+JUNK = (None, "", "x", -1, 0, 1, 7, 10**9, 1.5, True, False, [], [0], ["x"], {}, {"a": 1}, [[1]])
+# What the readers raise, and nothing else: a bare TypeError or KeyError is a crash.
+CLEAR = (ValueError, OSError, UnsupportedCheckpointError, UndecidedLayoutError)
+# Keys that a file may leave out, with what their absence means in that layout. All other facts are
+# stated by a key or the reading fails.
+ABSENT_MEANS = {
+    # Host configs: activation, biases, sizes of things that draft layers do not have.
+    "hidden_act",
+    "hidden_activation",
+    "attention_bias",
+    "attention_dropout",
+    "initializer_range",
+    "max_position_embeddings",
+    "sliding_window",
+    "layer_types",
+    "dtype",
+    "final_logit_softcapping",
+    # Special tokens are compared where they are known.
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    # ModelOpt: no window, bidirectional blocks, infill without shifted labels.
+    "use_swa",
+    "causal",
+    "shift_label",
+    # LiquidAI: the host's rotary pairs.
+    "rope_is_neox_style",
+    # speculators: a difference to the defaults of its classes.
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "use_sliding_window",
+    "sample_from_anchor",
+    "sliding_window_non_causal",
+    "transformer_layer_config",
+    # Rotary type of a plain rotation; YaRN's corrections.
+    "rope_type",
+    "factor",
+    "partial_rotary_factor",
+    "full_attention",
+    # Ours: neutral defaults of the config class.
+    "anchor_predicts",
+    "num_target_layers",
+    "markov_head_type",
+    "confidence_head_with_markov",
+}
+
+
+def sources(folder):
+    """One checkpoint of every layout."""
+    make_drafter().save_pretrained(folder / "own")
+    for name in (VANILLA, GATED, GEMMA4):
+        copy_checkpoint(folder / name, name)
+    for name in ("dspark_causal_reduced", "dspark_infill_sliding", "dflash_infill_reduced"):
+        copy_folder(SPECULATORS / name, folder / name)
+    zlab(folder / "zlab", windows=(5, None))
+    zlab(folder / "zlab_nested", nested=True)
+    specforge(folder / "specforge")
+    modelopt(folder / "modelopt", swa=5, causal=True)
+    lfm2(folder / "lfm2")
+    return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def paths_of(raw, prefix=()):
+    """Every key of a nested object, as a path."""
+    for key, value in raw.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from paths_of(value, (*prefix, key))
+
+
+def mutate(raw, chance):
+    """Drop a key, null it or put something else there; returns what was done."""
+    path = chance.choice(list(paths_of(raw)))
+    section = raw
+    for key in path[:-1]:
+        section = section[key]
+    if chance.random() < 0.3:
+        del section[path[-1]]
+        return path, ...
+    value = chance.choice(JUNK)
+    section[path[-1]] = value
+    return path, value
+
+
+def read(folder):
+    """The facts, or the clear error that says why there are none."""
+    try:
+        return read_facts(DSparkDrafter, str(folder), download_weights=True)
+    except CLEAR as error:
+        found = error
+    assert type(found) in CLEAR, repr(found)
+    assert len(str(found)) > 40, repr(found)
+    return None
+
+
+def facts_of(facts):
+    return json.dumps(facts.config.to_dict(), sort_keys=True, default=str)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folders = sources(tmp_path_factory.mktemp("fuzz"))
+    return [(folder, read_json(folder / "config.json"), read(folder)) for folder in folders]
+
+
+def test_every_source_is_read(checkpoints):
+    """Otherwise the mutations below would show nothing."""
+    assert len(checkpoints) == 12
+    assert all(facts is not None for _, _, facts in checkpoints)
+    assert len({facts.dialect for _, _, facts in checkpoints}) == 7
+
+
+def test_mutated_configs(checkpoints):
+    """B069, B074, B083: 1,700 of them."""
+    chance, read_anyway, refused = random.Random(20), 0, 0
+    for number in range(1700):
+        folder, raw, before = checkpoints[number % len(checkpoints)]
+        changed = json.loads(json.dumps(raw))
+        path, value = mutate(changed, chance)
+        (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        facts = read(folder)
+        refused += facts is None
+        read_anyway += facts is not None
+        if facts is None or value not in (..., None):
+            continue
+        is_same = facts_of(facts) == facts_of(before)
+        said = facts.reading.warnings or facts.dialect != before.dialect
+        assert is_same or said or path[-1] in ABSENT_MEANS, (folder.name, path)
+    for folder, raw, _ in checkpoints:
+        (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    # Both outcomes are common, so the test sees something.
+    assert min(read_anyway, refused) > 300
+
+
+def test_mutated_weights(checkpoints, tmp_path):
+    """300 files: cut short, bytes of the header changed, a tensor renamed, cut or retyped."""
+    chance, refused = random.Random(21), 0
+    for number in range(300):
+        source, _, _ = checkpoints[number % len(checkpoints)]
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        copy_folder(source, folder)
+        content = bytearray((source / "model.safetensors").read_bytes())
+        length = int.from_bytes(content[:8], "little")
+        kind = chance.choice(("cut", "noise", "rename", "shape", "dtype"))
+        if kind == "cut":
+            content = content[: chance.randrange(len(content))]
+        elif kind == "noise":
+            for _ in range(3):
+                content[chance.randrange(8 + length)] = chance.randrange(256)
+        else:
+            header = json.loads(content[8 : 8 + length])
+            name = chance.choice([key for key in header if key != "__metadata__"])
+            if kind == "rename":
+                header[f"{name}_"] = header.pop(name)
+            elif kind == "shape":
+                header[name]["shape"] = [*header[name]["shape"], 1]
+            else:
+                header[name]["dtype"] = "F8_E4M3"
+            text = json.dumps(header).encode()
+            content = len(text).to_bytes(8, "little") + text + content[8 + length :]
+        (folder / "model.safetensors").write_bytes(content)
+        facts = read(folder)
+        refused += facts is None
+        if facts is not None:
+            # What is read in spite of it must be the tensors that the drafter has.
+            assert kind == "noise" or facts.reading.unneeded, (source.name, kind)
+    assert refused > 270

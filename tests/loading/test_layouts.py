@@ -1,0 +1,474 @@
+"""Every published layout that is read: no key is left over, and it drafts what it should."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints import edit_config, edit_tensors, no_weights_loaded, read_json
+from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
+from dspark_hf.loading.adapting import halves_first
+from dspark_hf.loading.description import describe
+from published import (
+    RESIDUE,
+    body_keys,
+    dflash_section,
+    flat_names,
+    head_keys,
+    interleaved,
+    make_block_drafter,
+    publish,
+)
+from tiny import HIDDEN, VOCAB, make_prompt, make_scripted, make_target
+
+NO_HEADS = {"markov": None, "confidence": False}
+
+
+def zlab(folder, nested=False, windows=(None, None), **changes):
+    """z-lab DFlash: block_size at the top level in older files, in dflash_config in newer ones."""
+    drafter = make_block_drafter(
+        windows, **NO_HEADS, anchor_predicts=False, sliding_window_per_slot=True
+    )
+    place = {"block_size": drafter.config.block_width}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        **body_keys(drafter),
+        **({} if nested else place),
+        "dflash_config": dflash_section(drafter, **(place if nested else {})),
+        **changes,
+    }
+    return publish(folder, drafter, config), drafter
+
+
+def specforge(folder, head="vanilla", top_level=False, old_name=False, with_markov=True):
+    """SpecForge DSpark: the heads' keys inside dflash_config; very early files say logit_head."""
+    drafter = make_block_drafter(markov=head)
+    if not with_markov:
+        fields = {**drafter.config.to_dict(), "confidence_head_with_markov": False}
+        torch.manual_seed(8)
+        drafter = DSparkDrafter(type(drafter.config)(**fields)).eval()
+    keys = {
+        **dflash_section(drafter),
+        **head_keys(drafter, confidence_head_with_markov=True if with_markov else ...),
+    }
+    keys = {name: value for name, value in keys.items() if value is not ...}
+    config = {
+        "architectures": ["DSparkDraftModel"],
+        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+        **body_keys(drafter),
+        "block_size": drafter.config.block_size,
+        **(keys if top_level else {}),
+        "dflash_config": {
+            **keys,
+            "projector_type": "dspark",
+            "attention_mode": "gqa",
+            "confidence_head_alpha": 1.0,
+        },
+    }
+
+    def rename(name):
+        return name.replace("markov_head.", "logit_head.") if old_name else name
+
+    return publish(folder, drafter, config, rename), drafter
+
+
+def modelopt(folder, head="vanilla", swa=None, shift_label=True, **section):
+    """ModelOpt DSpark: flat tensor names; a window may apply to all layers."""
+    drafter = make_block_drafter(
+        (swa, swa),
+        markov=head,
+        anchor_predicts=bool(shift_label),
+        causal_layers=[0, 1] if section.get("causal") else None,
+    )
+    width = drafter.config.block_width
+    window = {"use_swa": True, "swa_window_size": swa} if swa else {}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **body_keys(drafter, layer_types=["full_attention"] * 2, use_sliding_window=False),
+        "block_size": width,
+        "dflash_config": dflash_section(
+            drafter,
+            projector_type="dspark",
+            shift_label=shift_label,
+            markov_rank=8,
+            markov_head_type=head,
+            use_confidence_head=True,
+            **window,
+            **section,
+        ),
+    }
+    return publish(folder, drafter, config, flat_names), drafter
+
+
+def lfm2(folder, **changes):
+    """LiquidAI LFM2.5: interleaved rotary pairs, heads at the top level."""
+    drafter = make_block_drafter()
+    keys = head_keys(drafter, enable_confidence_head=..., confidence_head_with_markov=...)
+    config = {
+        "architectures": ["Lfm2DSparkDraftModel"],
+        **body_keys(drafter, num_target_layers=...),
+        "block_size": drafter.config.block_size,
+        "dflash_config": dflash_section(drafter, num_target_layers=4),
+        "rope_is_neox_style": False,
+        **keys,
+        **changes,
+    }
+    return publish(folder, drafter, config, **interleaved(drafter)), drafter
+
+
+def deepspec(folder, stored=False, **changes):
+    """DeepSpec keys as others use them: MiniCPM5 drops both matrices, satgeze keeps residue."""
+    drafter = make_block_drafter()
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        **body_keys(drafter),
+        "block_size": drafter.config.block_size,
+        **dflash_section(drafter),
+        **head_keys(drafter),
+        **changes,
+    }
+    extra = {}
+    if stored:
+        target = make_target()
+        extra["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+        extra["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return publish(folder, drafter, config, **extra), drafter
+
+
+LAYOUTS = {
+    "zlab": ("dflash", zlab),
+    "zlab_nested": ("dflash", lambda folder: zlab(folder, nested=True)),
+    "zlab_sliding": ("dflash", lambda folder: zlab(folder, windows=(5, None))),
+    "specforge": ("specforge", specforge),
+    "specforge_gated": ("specforge", lambda folder: specforge(folder, head="gated")),
+    "specforge_rnn": ("specforge", lambda folder: specforge(folder, head="rnn")),
+    "specforge_repeated": ("specforge", lambda folder: specforge(folder, top_level=True)),
+    "specforge_logit_head": ("specforge", lambda folder: specforge(folder, old_name=True)),
+    "specforge_silent": ("specforge", lambda folder: specforge(folder, with_markov=False)),
+    "modelopt": ("modelopt", modelopt),
+    "modelopt_gated": ("modelopt", lambda folder: modelopt(folder, head="gated")),
+    "modelopt_rnn": ("modelopt", lambda folder: modelopt(folder, head="rnn")),
+    "modelopt_window": ("modelopt", lambda folder: modelopt(folder, swa=5)),
+    "modelopt_causal": ("modelopt", lambda folder: modelopt(folder, swa=5, causal=True)),
+    "modelopt_infill": ("modelopt", lambda folder: modelopt(folder, shift_label=False)),
+    "lfm2": ("lfm2", lfm2),
+    "minicpm5": (
+        "deepspec",
+        lambda folder: deepspec(
+            folder,
+            draft_vocab_size=VOCAB,
+            projector_type="dspark",
+            auto_map={"AutoModel": "dspark.DSparkDraftModel"},
+        ),
+    ),
+    "satgeze": (
+        "deepspec",
+        lambda folder: deepspec(
+            folder,
+            model_type="qwen3_5_text",
+            rope_parameters={
+                "rope_theta": 5e5,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [1, 1, 2],
+                "mrope_interleaved": True,
+            },
+            **RESIDUE,
+        ),
+    ),
+    "avesed": (
+        "fork",
+        lambda folder: deepspec(folder, stored=True, architectures=["DFlashDraftModel"]),
+    ),
+    "fork_nested": (
+        "fork",
+        lambda folder: deepspec(
+            folder,
+            architectures=["DSparkDraftModel"],
+            dflash_config={"markov_rank": 8, "markov_head_type": "vanilla"},
+        ),
+    ),
+}
+
+
+def run(drafter, target=None, length=9):
+    """A block drafted behind `length` positions, past every window of this file."""
+    target = make_target() if target is None else target
+    generator = torch.Generator().manual_seed(11)
+    features = torch.randn(1, length, drafter.fc.in_features, generator=generator)
+    context = drafter.new_context(1, target=target)
+    drafter.extend(context, features[:, :4])
+    drafter.extend(context, features[:, 4:])
+    return drafter.draft(context, torch.tensor([5]))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_read_without_rest_and_drafts_the_same(tmp_path, name):
+    """B074, B075, T1, T3, T7-T9: zero missing and unexpected keys; the same block as ours."""
+    dialect, write = LAYOUTS[name]
+    folder, source = write(tmp_path)
+    loaded, info = DSparkDrafter.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    facts = describe(str(folder))
+    assert facts["dialect"] == dialect
+    assert facts["warnings"] == []
+    assert facts["block_size"] == source.config.block_size
+    assert facts["anchor_predicts"] == source.config.anchor_predicts
+    found, expected = run(loaded), run(source)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=2e-5)
+    if source.confidence_head is not None:
+        torch.testing.assert_close(
+            found.confidence_logits, expected.confidence_logits, rtol=0, atol=2e-5
+        )
+    json.dumps(facts)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_saves_as_ours_and_comes_back(tmp_path, name):
+    """One layout is written, whatever was read: renames and reordering are not undone."""
+    folder, _ = LAYOUTS[name][1](tmp_path / "published")
+    loaded = DSparkDrafter.from_pretrained(folder)
+    loaded.save_pretrained(tmp_path / "own")
+    names = set(load_file(tmp_path / "own" / "model.safetensors"))
+    assert names == set(loaded.state_dict())
+    again = DSparkDrafter.from_pretrained(tmp_path / "own")
+    assert read_json(tmp_path / "own" / "config.json")["model_type"] == "dspark"
+    assert (
+        again.config.to_dict().items()
+        >= {
+            key: value
+            for key, value in loaded.config.to_dict().items()
+            if key not in ("_name_or_path", "backbone_config")
+        }.items()
+    )
+    assert torch.equal(run(again).logits, run(loaded).logits)
+
+
+@pytest.mark.parametrize("name", ["zlab_sliding", "modelopt_causal", "lfm2", "avesed"])
+@pytest.mark.parametrize("num_right", [None, 2])
+def test_greedy_is_exact(tmp_path, name, num_right):
+    """Lossless in float32 with loaded drafters, also where some drafted tokens are right."""
+    target, prompt = make_target(), make_prompt()
+    expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    drafter = DSparkDrafter.from_pretrained(LAYOUTS[name][1](tmp_path)[0])
+    if num_right is not None:
+        drafter = make_scripted(drafter, expected, num_right)
+    output = target.generate(prompt, assistant_model=drafter, max_new_tokens=24, do_sample=False)
+    assert torch.equal(output, expected)
+
+
+# -- block layout ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "anchor_predicts", "slots"),
+    [("zlab", False, 5), ("specforge", True, 4), ("modelopt", True, 4), ("lfm2", True, 4)],
+)
+def test_block_layout_and_depth(tmp_path, name, anchor_predicts, slots):
+    """B071, T1, T3: block_size counts slots in one family and drafted tokens in the other."""
+    folder, _ = LAYOUTS[name][1](tmp_path)
+    config = DSparkDrafter.from_pretrained(folder).config
+    assert config.anchor_predicts is anchor_predicts
+    assert (config.block_width, config.block_size) == (slots, 4)
+
+
+def test_the_other_layout_can_be_forced(tmp_path):
+    """T1: the same number of slots, one draft token more or less; a silent config needs it."""
+    folder, _ = zlab(tmp_path)
+    forced = DSparkDrafter.from_pretrained(folder, block_layout="anchor_first")
+    assert (forced.config.block_width, forced.config.block_size) == (5, 5)
+    assert run(forced).tokens.shape == (1, 5)
+    with pytest.raises(ValueError, match="block_layout is 'auto'; it can be 'anchor_first' or"):
+        DSparkDrafter.from_pretrained(folder, block_layout="auto")
+    assert describe(str(folder), block_layout="anchor_first")["block_size"] == 5
+
+
+def test_shifted_labels_make_a_dflash_drafter_anchor_first(tmp_path):
+    """T1: `shift_label` in a DFlash file."""
+    folder, _ = zlab(tmp_path)
+    section = read_json(folder / "config.json")["dflash_config"]
+    edit_config(folder, dflash_config={**section, "shift_label": True})
+    config = DSparkDrafter.from_pretrained(folder).config
+    assert (config.anchor_predicts, config.block_size) == (True, 5)
+    edit_config(folder, dflash_config={**section, "shift_label": True, "sample_from_anchor": False})
+    with pytest.raises(ValueError, match="shift_label=True and sample_from_anchor=False"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("why", ["no confidence head", "other training block"])
+def test_a_fork_whose_layout_cannot_be_told_needs_it_given(tmp_path, why):
+    """T1: a Markov head alone, or a training block of another size, may be either layout."""
+    folder, _ = deepspec(tmp_path, architectures=["DFlashDraftModel"])
+    if why == "no confidence head":
+        edit_tensors(folder, drop=("confidence_head.proj.weight", "confidence_head.proj.bias"))
+        edit_config(folder, enable_confidence_head=False)
+    else:
+        edit_config(folder, training_block_size=8)
+    with no_weights_loaded(), pytest.raises(ValueError, match=r"whether the anchor slot.*probe"):
+        DSparkDrafter.from_pretrained(folder)
+    config = DSparkDrafter.from_pretrained(folder, block_layout="infill").config
+    assert (config.anchor_predicts, config.block_size) == (False, 3)
+
+
+# -- contradictions and refusals -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"markov_rank": 4}, r"dflash_config\.markov_rank = 8 and markov_rank = 4"),
+        ({"mask_token_id": 3}, r"dflash_config\.mask_token_id = 96 and mask_token_id = 3"),
+        ({"block_size": ...}, r"lacks dflash_config\.block_size or block_size"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1 in the anchor_first"),
+        ({"block_size": True}, "block_size must be an integer"),
+        ({"num_target_layers": 3}, "target_layer_ids contains 2, the target's last layer"),
+        ({"num_target_layers": ...}, r"lacks dflash_config\.num_target_layers or num_target"),
+        ({"head_dim": ...}, "lacks head_dim"),
+        ({"dflash_config": [1]}, r"dflash_config = \[1\], expected an object"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}},
+            "rope_type is 'dynamic'",
+        ),
+        ({"draft_vocab_size": 40}, "draft_vocab_size is 40 and vocab_size 97, but .* no d2t"),
+        ({"log_snr_conditioning": True}, "Bonsai"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path, changes, message):
+    """B069, B070, B074, B078, B083, T2, T11: told before any weight is read."""
+    folder, _ = specforge(tmp_path)
+    edit_config(folder, **changes)
+    with no_weights_loaded(), pytest.raises(ValueError, match=message):
+        DSparkDrafter.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "target_layer_ids"])
+def test_dflash_facts_are_required(tmp_path, key):
+    """B069: the reference fills absent taps by a formula; they are not guessed here."""
+    folder, _ = zlab(tmp_path)
+    section = read_json(folder / "config.json")["dflash_config"]
+    edit_config(folder, dflash_config={k: v for k, v in section.items() if k != key})
+    with pytest.raises(ValueError, match=rf"lacks dflash_config\.{key} or {key}"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "layers.0.self_attn.qkv_proj.weight",
+        "layers.0.self_attn.g_proj.weight",
+        "aux_hidden_norms.0.weight",
+    ],
+)
+def test_laguna_is_told_by_its_tensors(tmp_path, tensor):
+    """T12: the config says DFlash, the attention is fused and gated."""
+    folder, _ = zlab(tmp_path)
+    edit_tensors(folder, **{tensor: torch.zeros(4)})
+    with pytest.raises(UnsupportedCheckpointError, match="Laguna DFlash drafter"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def test_gated_query_rows_are_no_stock_body(tmp_path):
+    """T9: twice the query rows under a stock architecture are an error, by key they are refused."""
+    folder, _ = deepspec(tmp_path)
+    edit_tensors(folder, **{"layers.0.self_attn.q_proj.weight": torch.zeros(64, HIDDEN)})
+    with pytest.raises(ValueError, match=r"q_proj\.weight has shape \(64, 32\), .*\(32, 32\)"):
+        DSparkDrafter.from_pretrained(folder)
+    folder, _ = specforge(tmp_path / "flag")
+    edit_config(folder, enable_qwen35_gated_q_proj=True)
+    with pytest.raises(UnsupportedCheckpointError, match="gated-attention"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def test_errors_use_the_names_of_the_files(tmp_path):
+    """What is missing under its own name is shown as the reader of the file knows it."""
+    folder, _ = modelopt(tmp_path)
+    edit_tensors(folder, **{"markov_w2.weight": torch.zeros(97, 5)})
+    with pytest.raises(ValueError, match=r"; markov_w2\.weight has|: markov_w2\.weight has"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def test_a_window_that_is_asked_for_and_not_given(tmp_path):
+    """T13."""
+    folder, _ = modelopt(tmp_path)
+    section = read_json(folder / "config.json")["dflash_config"]
+    edit_config(folder, dflash_config={**section, "use_swa": True})
+    with pytest.raises(ValueError, match="use_swa is set, but neither swa_window_size nor"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+# -- rotary pairs ----------------------------------------------------------------------------------
+
+
+def test_interleaved_pairs_give_the_attention_they_were_trained_with():
+    """T8: scores of the interleaved rotation equal those of reordered rows in the host's."""
+    torch.manual_seed(0)
+    dim, length = 8, 5
+    query, key = torch.randn(length, dim), torch.randn(length, dim)
+    angles = torch.arange(float(length))[:, None] / 1e4 ** (torch.arange(0, dim, 2) / dim)
+
+    def turn_pairs(x):
+        even, odd = x[:, 0::2], x[:, 1::2]
+        turned = (
+            even * angles.cos() - odd * angles.sin(),
+            odd * angles.cos() + even * angles.sin(),
+        )
+        return torch.stack(turned, dim=-1).flatten(1)
+
+    def turn_halves(x):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            (
+                first * angles.cos() - second * angles.sin(),
+                second * angles.cos() + first * angles.sin(),
+            ),
+            dim=-1,
+        )
+
+    order = halves_first(dim)
+    expected = turn_pairs(query) @ turn_pairs(key).T
+    found = turn_halves(query[:, order]) @ turn_halves(key[:, order]).T
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(turn_halves(query) @ turn_halves(key).T, expected, atol=1e-2)
+
+
+def test_interleaved_pairs_matter(tmp_path):
+    """T8: the same file without the flag drafts something else."""
+    folder, _ = lfm2(tmp_path)
+    right = run(DSparkDrafter.from_pretrained(folder))
+    edit_config(folder, rope_is_neox_style=True)
+    wrong = run(DSparkDrafter.from_pretrained(folder))
+    assert (right.logits - wrong.logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_yarn_of_the_draft_config_is_applied(tmp_path, place):
+    """T11: real in some drafters; both spellings give the same, and not the plain rotation."""
+    folder, _ = specforge(tmp_path)
+    plain = run(DSparkDrafter.from_pretrained(folder))
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    blocks = []
+    for changes in (
+        {"rope_parameters": {**yarn, "rope_theta": 5e5}, "rope_scaling": ...},
+        {"rope_parameters": ..., "rope_scaling": {"type": "yarn", **yarn}, "rope_theta": 5e5},
+    ):
+        edit_config(folder, **changes)
+        blocks.append(run(DSparkDrafter.from_pretrained(folder)))
+    assert torch.equal(blocks[0].logits, blocks[1].logits)
+    assert (blocks[0].logits - plain.logits).abs().max() > 1e-3
+
+
+# -- drafting defaults -----------------------------------------------------------------------------
+
+
+def test_headless_drafters_of_this_family_draft_by_argmax(tmp_path):
+    """T23: as their reference loop does; with a Markov head, drafts are sampled."""
+    folder, _ = zlab(tmp_path / "dflash")
+    assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling == "greedy"
+    folder, _ = specforge(tmp_path / "dspark")
+    assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling is None
