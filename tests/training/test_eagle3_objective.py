@@ -174,6 +174,24 @@ def test_a_frozen_head_and_a_pass_without_gradients():
     torch.testing.assert_close(again, loss.detach())
 
 
+def test_bfloat16_autocast_is_close():
+    """What the trainer runs on a CPU and a GPU: the same loss and gradients up to rounding."""
+    drafter = make_eagle3()
+    ids, features, last_hidden = make_batch()
+    batch = (ids, torch.ones_like(ids), features, last_hidden, make_teacher())
+    expected, _ = eagle3_objective(drafter, *batch)
+    expected.backward()
+    wanted = drafter.fc.weight.grad.clone()
+    drafter.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = eagle3_objective(drafter, *batch)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+    cosine = functional.cosine_similarity(drafter.fc.weight.grad.flatten(), wanted.flatten(), 0)
+    assert cosine > 0.99
+
+
 def test_a_drafter_that_is_the_teacher_is_always_accepted():
     """Perfect drafts: acceptance 1 at every step, τ = K + 1 where K steps fit."""
     drafter = make_eagle3()
@@ -239,7 +257,7 @@ def test_bad_input():
         eagle3_objective(bound, ids, mask, features, last_hidden, teacher)
 
 
-# -- it teaches -------------------------------------------------------------------------------------
+# -- it teaches ------------------------------------------------------------------------------------
 
 
 def test_training_raises_acceptance():
@@ -270,17 +288,13 @@ def test_training_raises_acceptance():
     mask = torch.ones_like(ids)
     mask[:, :3] = 0
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
-    expected = []
     for step in range(150):
         rows = slice(step * 8 % 96, step * 8 % 96 + 8)
-        loss, metrics = eagle3_objective(
+        loss, _ = eagle3_objective(
             drafter, ids[rows], mask[rows], features[rows], last_hidden[rows], target.lm_head
         )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected.append(float(metrics["accepted_length"]))
     after = accepted_length()
-    assert after > before + 0.5, (before, after)
-    # What training expects is what the loop gets.
-    assert abs(after - sum(expected[-12:]) / 12) < 0.4, (after, expected[-12:])
+    assert after > before + 1, (before, after)

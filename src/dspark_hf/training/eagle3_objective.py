@@ -194,8 +194,10 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         ce, acceptance, agreement = (torch.zeros_like(weights) for _ in range(3))
         row_grad = torch.zeros_like(rows) if wants_gradient else None
         head_grad = torch.zeros_like(weight) if wants_gradient and weight.requires_grad else None
-        for chunk in torch.arange(len(rows)).split(max(1, chunk_rows // (rows.shape[1] + 1))):
-            part = slice(int(chunk[0]), int(chunk[-1]) + 1)
+        # A position costs one row of teacher logits and K of draft logits.
+        size = max(1, chunk_rows // (rows.shape[1] + 1))
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
             logits = functional.linear(rows[part].to(dtype), head, bias).float()  # (M, K, V_d)
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
