@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..quantised import quantise_fp8
 from ..loading.deepseek_v4 import is_stored_part, stored_parts
 from ..loading.detection import DEEPSEEK_V4
+from ..quantised import quantise_fp8
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDrafter

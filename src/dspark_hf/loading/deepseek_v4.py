@@ -328,8 +328,8 @@ def storage_facts(
 
 class StoredDrafter:
     """
-    The tensors of an embedded drafter, read one at a time. A context manager: files stay open while
-    it is.
+    The tensors of an embedded drafter, read one at a time. A context manager: one file is open at a
+    time, so that no more than a shard is mapped beside what was read.
 
     Args:
         paths (`dict[str, str]`): local file of every tensor, by its stored name.
@@ -337,13 +337,15 @@ class StoredDrafter:
 
     def __init__(self, paths: Mapping[str, str]):
         self._paths = paths
-        self._files: dict[str, Any] = {}
+        self._path: str | None = None
+        self._file: Any = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "StoredDrafter":
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._file = None
         self._stack.close()
 
     def state_dict(self, own_names: Collection[str], config: DSparkConfig) -> dict[str, Any]:
@@ -368,10 +370,11 @@ class StoredDrafter:
         return fused
 
     def _read(self, name: str) -> torch.Tensor:
-        path = self._paths[name]
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        tensor = self._files[path].get_tensor(name)
+        if self._paths[name] != self._path:
+            self._stack.close()
+            self._path = self._paths[name]
+            self._file = self._stack.enter_context(safe_open(self._path, framework="pt"))
+        tensor = self._file.get_tensor(name)
         if tensor.dtype == torch.float8_e4m3fn:
             scale = self._read(name.removesuffix("weight") + "scale")
             return dequantise_fp8(tensor, scale).bfloat16()

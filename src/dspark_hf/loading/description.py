@@ -112,4 +112,5 @@ def _windows(config: DSparkConfig) -> list[int | None]:
 
 def _rotary(config: DrafterConfig) -> dict[str, Any]:
     rope = dict(config.backbone_config.rope_parameters)
-    return rope.get("full_attention", rope.get("main", rope))
+    own = next((name for name in ("full_attention", "main") if name in rope), None)
+    return rope if own is None else rope[own]

@@ -29,8 +29,8 @@ EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3)
 
 READ_LAYOUTS = (
     "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark and DFlash, "
-    "SpecForge DSpark, ModelOpt DSpark, LiquidAI LFM2.5 DSpark, z-lab DFlash with its relatives, and "
-    "the DSpark drafters inside DeepSeek-V4 targets"
+    "SpecForge DSpark, ModelOpt DSpark, LiquidAI LFM2.5 DSpark, z-lab DFlash with its relatives, "
+    "and the DSpark drafters inside DeepSeek-V4 targets"
 )
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
