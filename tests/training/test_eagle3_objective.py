@@ -39,10 +39,19 @@ def follow(path):
 # -- the unrolled path -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_unrolled_step_equals_drafting_at_that_place(attention):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_implementation": "sdpa"},
+        {"attn_implementation": "eager"},
+        {"recycles_normed_output": True},
+        {"feature_norm": "per_tap", "norm_before_residual": True},
+    ],
+    ids=str,
+)
+def test_every_unrolled_step_equals_drafting_at_that_place(options):
     """Every anchor of the sequence, every step: the same hidden states as the drafting calls."""
-    drafter = make_eagle3(attn_implementation=attention)
+    drafter = make_eagle3(**options)
     ids, features, _ = make_batch()
     with torch.no_grad():
         hidden = unroll(drafter, drafter.new_context(2), ids, features, STEPS)

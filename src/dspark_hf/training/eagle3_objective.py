@@ -140,6 +140,8 @@ def unroll(
             )
         hidden = layer(embedded, hidden, rotary, cache, mask)
         outputs.append(drafter.norm(hidden))
+        if drafter.config.recycles_normed_output:
+            hidden = outputs[-1]
         visible = torch.cat((visible, own), dim=-1)
     return torch.stack(outputs, dim=2)
 
