@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-BACKBONES = ("qwen3", "gemma4_text")
+BACKBONES = ("qwen3", "gemma4_text", "deepseek_v4")
 
 
 class DrafterConfig(PreTrainedConfig):

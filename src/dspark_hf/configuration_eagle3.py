@@ -75,6 +75,11 @@ class Eagle3Config(DrafterConfig):
         fits.
         """
         super().validate_drafter()
+        if self.backbone_config.model_type == "deepseek_v4":
+            raise ValueError(
+                "backbone_config.model_type is 'deepseek_v4'; Eagle3 layers are built for 'qwen3' "
+                "and 'gemma4_text'. Drafters of DeepSeek-V4 are DSpark drafters (DSparkConfig)."
+            )
         self._validate_layer()
         if self.feature_norm not in (None, "joint", "per_tap"):
             raise ValueError(

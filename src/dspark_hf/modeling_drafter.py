@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from .backbones import dense, eagle3, gemma4, get_backbone
+from .backbones import deepseek_v4, dense, eagle3, gemma4, get_backbone
 from .configuration_drafter import DrafterConfig
 from .drafting import DraftContext
 from .loading import checkpoint
@@ -44,6 +44,7 @@ class DrafterModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = [
         dense.DECODER_LAYER,
         gemma4.DECODER_LAYER,
+        deepseek_v4.DECODER_LAYER,
         *eagle3.DECODER_LAYERS,
     ]
     # Membership list of a reduced vocabulary in published layouts; the map says the same.
@@ -53,7 +54,12 @@ class DrafterModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def __init__(self, config: DrafterConfig):
+        family = get_backbone(config.backbone_config.model_type)
+        if family.EAGER_ONLY:
+            # Before the host chooses a kernel.
+            self._supports_sdpa = self._supports_flash_attn = False
         super().__init__(config)
+        self._keep_in_fp32_modules_strict = set(family.FLOAT32_MODULES)
         backbone = config.backbone_config
         # The draft layers read their own config; the host settles the attention kernel on the outer
         # one.
@@ -79,7 +85,8 @@ class DrafterModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        self.backbone.initialize_weights(module)
+        std = getattr(self.config, "initializer_range", 0.02)
+        self.backbone.initialize_weights(module, std)
 
     @property
     def backbone(self) -> ModuleType:

@@ -6,7 +6,9 @@ from typing import Any
 from ..auto import drafter_class
 from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
-from .checkpoint import read_facts
+from . import deepseek_v4
+from .checkpoint import meta_state, read_facts
+from .detection import DEEPSEEK_V4
 from .files import num_bytes, read_config
 
 
@@ -75,6 +77,11 @@ def describe(
         "ignored_config_keys": reading.unread,
         "origins": reading.origins,
         "warnings": reading.warnings,
+        **(
+            deepseek_v4.storage_facts(meta_state(cls, config), config, tensors)
+            if facts.dialect == DEEPSEEK_V4
+            else {}
+        ),
     }
 
 
@@ -104,6 +111,8 @@ def _block_facts(config: DSparkConfig) -> dict[str, Any]:
 def _windows(config: DSparkConfig) -> list[int | None]:
     """Sliding window of every draft layer, `None` for full attention."""
     backbone = config.backbone_config
+    if backbone.model_type == "deepseek_v4":
+        return [backbone.sliding_window] * backbone.num_hidden_layers
     if backbone.model_type != "qwen3":
         return [None] * backbone.num_hidden_layers
     return [
@@ -114,4 +123,5 @@ def _windows(config: DSparkConfig) -> list[int | None]:
 
 def _rotary(config: DrafterConfig) -> dict[str, Any]:
     rope = dict(config.backbone_config.rope_parameters)
-    return rope.get("full_attention", rope)
+    own = next((name for name in ("full_attention", "main") if name in rope), None)
+    return rope if own is None else rope[own]

@@ -23,6 +23,8 @@ MODELOPT = "modelopt"
 LFM2 = "lfm2"
 DFLASH = "dflash"
 FORK = "fork"
+# A drafter inside its target's checkpoint.
+DEEPSEEK_V4 = "deepseek_v4"
 
 # Layouts that `Eagle3Drafter` reads; the others are `DSparkDrafter`'s.
 EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3, SPECULATORS_EAGLE3, CHAIN_EAGLE3)
@@ -30,7 +32,8 @@ EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3, SPECULATORS_EAGLE3, CHAIN_EAGLE3)
 READ_LAYOUTS = (
     "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark, DFlash and Eagle3, "
     "SpecForge DSpark, ModelOpt DSpark, LiquidAI LFM2.5 DSpark, z-lab DFlash with its relatives, "
-    "and EAGLE-3 of SafeAILab, SpecForge and ModelOpt"
+    "EAGLE-3 of SafeAILab, SpecForge and ModelOpt, and the DSpark drafters inside DeepSeek-V4 "
+    "targets"
 )
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
@@ -179,6 +182,8 @@ def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None
     architecture, dflash = architecture_of(raw), dflash_section(raw)
     if is_own_layout(raw):
         return str(raw["model_type"])
+    if raw.get("model_type") == DEEPSEEK_V4:
+        return DEEPSEEK_V4
     if "speculators_model_type" in raw:
         is_eagle3 = raw["speculators_model_type"] == "eagle3"
         return SPECULATORS_EAGLE3 if is_eagle3 else SPECULATORS
@@ -207,6 +212,8 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
         return None
     if "speculators_model_type" in raw:
         return _refused_speculators(raw["speculators_model_type"])
+    if any(name.startswith("deepseek_v4") for name in _model_types(raw)):
+        return _refused_deepseek_v4(raw, names)
     if any(key.startswith("dspark_") for key in raw) or _has(names, "mtp.", "mtp_dspark."):
         return (
             "a target with an embedded DSpark drafter (dspark_* keys or mtp.* tensors)",
@@ -254,6 +261,38 @@ def _refused_speculators(kind: Any) -> tuple[str, str] | None:
         f"{name} in a speculators checkpoint (speculators_model_type {kind!r})",
         "serve it with vLLM",
     )
+
+
+# The tensor that a DSpark drafter has, and an ordinary multi-token-prediction block has not.
+_DEEPSEEK_V4_MARK = "mtp.0.main_proj.weight"
+
+
+def _model_types(raw: dict[str, Any]) -> tuple[str, str]:
+    text = raw.get("text_config")
+    nested = text.get("model_type") if isinstance(text, dict) else None
+    return str(raw.get("model_type")), str(nested)
+
+
+def _refused_deepseek_v4(raw: dict[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+    if any(name.startswith("deepseek_v41") for name in _model_types(raw)):
+        return (
+            "a DeepSeek-V4.1 checkpoint",
+            "its drafter is built otherwise (taps before the layer, hyper-connections shifted by "
+            "one, other quantisation blocks); serve it with vLLM or SGLang",
+        )
+    instead = (
+        "take the repository whose name ends in -DSpark, or Flash-0731, Pro-0813 or "
+        "Flash-Vision-Exp"
+    )
+    if not raw.get("dspark_block_size"):
+        return "a DeepSeek-V4 target without dspark_block_size, so without a drafter", instead
+    if names and _DEEPSEEK_V4_MARK not in names:
+        return (
+            f"a DeepSeek-V4 target whose mtp.* tensors lack {_DEEPSEEK_V4_MARK}, an ordinary "
+            "multi-token-prediction block",
+            instead,
+        )
+    return None
 
 
 def _has(names: Collection[str], *parts: str) -> bool:

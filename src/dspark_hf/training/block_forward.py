@@ -58,6 +58,12 @@ def block_hidden_states(
             "are trained with windows measured from the anchor. Set sliding_window_per_slot=False "
             "in its config to train it so from now on."
         )
+    if config.backbone_config.model_type == "deepseek_v4":
+        raise ValueError(
+            "Drafters with DeepSeek-V4 layers are loaded and run, and not trained here: their "
+            "confidence head reads another state than this objective gives it. Train a drafter "
+            "with qwen3 layers for the target."
+        )
     width, (num_rows, num_anchors) = config.block_width, anchors.shape
     projected = drafter.hidden_norm(drafter.fc(features.to(drafter.fc.weight.dtype)))
     positions = torch.arange(features.shape[1], device=features.device)[None]
