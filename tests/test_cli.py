@@ -14,7 +14,7 @@ from dspark_hf.cli import app, checking
 from dspark_hf.cli import models as cli_models
 from dspark_hf.cli.app import main
 from dspark_hf.losslessness import first_divergence, greedy_gaps, sampling_distance
-from tiny import make_drafter, make_prompt, make_scripted, make_target
+from tiny import make_drafter, make_eagle3, make_prompt, make_scripted, make_target
 
 ROOT = Path(__file__).parents[1]
 RUNNER = CliRunner()
@@ -101,6 +101,22 @@ def test_check_fails_a_pair_that_is_not_lossless(pair, monkeypatch):
     assert "0 of 1 texts identical" in output
     assert "first divergence: new token" in output
     assert "NOT lossless" in output
+
+
+def test_commands_take_an_eagle3_drafter(pair, tmp_path):
+    """Nobody says which kind it is: the files do."""
+    make_eagle3().save_pretrained(tmp_path)
+    models = ["--target", pair["target"], "--drafter", str(tmp_path)]
+    described = json.loads(run("inspect", str(tmp_path), "--json"))
+    assert (described["family"], described["block_size"]) == ("eagle3", 4)
+    assert "eagle3" in run("inspect", str(tmp_path))
+    output = run("check", *models, "--max-new-tokens", "8", "--draws", "0", "--num-prompts", "1",
+                 "--dtype", "float32")  # fmt: skip
+    assert "1 of 1 texts identical" in output
+    path = tmp_path / "bench.json"
+    run("bench", *models, "--prompts", pair["prompts"], "--num-prompts", "1",
+        "--max-new-tokens", "6", "--dtype", "float32", "--json", str(path))  # fmt: skip
+    assert json.loads(path.read_text())["total"]["forward_seconds"]["draft"] > 0
 
 
 def test_bench_compares_three_ways(pair, tmp_path):
@@ -303,4 +319,13 @@ def test_inspect_can_be_told_the_layout(pair, tmp_path):
     folder, _ = zlab(tmp_path)
     told = json.loads(run("inspect", str(folder), "--layout", "anchor_first", "--json"))
     assert (told["block_size"], told["anchor_predicts"]) == (5, True)
-    assert "read as" not in run("inspect", str(folder))
+    assert "anchor slot predicts" in run("inspect", str(folder))
+
+
+def test_inspect_can_be_told_the_depth(tmp_path):
+    """EAGLE-3 files of the original trainer leave their taps to a rule over it."""
+    from test_speculators_eagle3 import LLAMA, chain_file
+
+    folder = chain_file(tmp_path, LLAMA, architectures=["LlamaForCausalLM"], eagle_config=...)
+    told = json.loads(run("inspect", str(folder), "--num-target-layers", "32", "--json"))
+    assert (told["family"], told["target_layer_ids"]) == ("eagle3", [1, 15, 28])

@@ -5,9 +5,21 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
-from checkpoints import VANILLA, copy_checkpoint, edit_config, edit_tensors, no_weights_loaded
-from dspark_hf import DSparkDrafter, UnsupportedCheckpointError, collect_statistics
-from tiny import VOCAB, make_drafter, make_target
+from checkpoints import (
+    EAGLE3,
+    VANILLA,
+    copy_checkpoint,
+    edit_config,
+    edit_tensors,
+    no_weights_loaded,
+)
+from dspark_hf import (
+    DSparkDrafter,
+    Eagle3Drafter,
+    UnsupportedCheckpointError,
+    collect_statistics,
+)
+from tiny import VOCAB, make_drafter, make_eagle3, make_target
 
 TEXT = "w5 w17 w30 w44"
 GREEDY = {"do_sample": False, "return_full_text": False}
@@ -65,6 +77,24 @@ def test_every_form_of_a_drafter(tmp_path, form):
         found = text_of(pipe)
     assert found == expected
     assert len(found.split()) == 10
+    assert statistics.drafted > 0
+
+
+@pytest.mark.parametrize("form", ["object", "own path", "published path"])
+def test_every_form_of_an_eagle3_drafter(tmp_path, form):
+    """B076: the files tell which class reads them."""
+    if form == "published path":
+        assistant = str(copy_checkpoint(tmp_path, EAGLE3))
+        target = make_target(vocab_size=160, num_hidden_layers=8, eos_token_id=1)
+    else:
+        assistant, target = make_eagle3(), make_target()
+        if form == "own path":
+            assistant.save_pretrained(tmp_path)
+            assistant = str(tmp_path)
+    pipe = make_pipeline(target, assistant)
+    assert type(pipe.assistant_model) is Eagle3Drafter
+    with collect_statistics() as statistics:
+        assert text_of(pipe) == text_of(make_pipeline(target))
     assert statistics.drafted > 0
 
 
@@ -140,9 +170,9 @@ def test_a_wrong_pair_is_refused_at_construction(tmp_path, options, message, as_
 def test_an_unreadable_drafter_is_refused_by_name(tmp_path):
     """B075: not handed to the host, which would build a small model of it."""
     copy_checkpoint(tmp_path, VANILLA)
-    edit_config(tmp_path, architectures=["DFlashDraftModel"])
+    edit_config(tmp_path, architectures=["K3DSparkModel"])
     target = make_target()
-    with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="z-lab DFlash"):
+    with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="Kimi K3"):
         make_pipeline(target, str(tmp_path))
 
 

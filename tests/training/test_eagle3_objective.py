@@ -174,6 +174,24 @@ def test_a_frozen_head_and_a_pass_without_gradients():
     torch.testing.assert_close(again, loss.detach())
 
 
+def test_bfloat16_autocast_is_close():
+    """What the trainer runs on a CPU and a GPU: the same loss and gradients up to rounding."""
+    drafter = make_eagle3()
+    ids, features, last_hidden = make_batch()
+    batch = (ids, torch.ones_like(ids), features, last_hidden, make_teacher())
+    expected, _ = eagle3_objective(drafter, *batch)
+    expected.backward()
+    wanted = drafter.fc.weight.grad.clone()
+    drafter.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = eagle3_objective(drafter, *batch)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+    cosine = functional.cosine_similarity(drafter.fc.weight.grad.flatten(), wanted.flatten(), 0)
+    assert cosine > 0.99
+
+
 def test_a_drafter_that_is_the_teacher_is_always_accepted():
     """Perfect drafts: acceptance 1 at every step, τ = K + 1 where K steps fit."""
     drafter = make_eagle3()
@@ -187,6 +205,25 @@ def test_a_drafter_that_is_the_teacher_is_always_accepted():
     torch.testing.assert_close(metrics["acceptance"], torch.ones(STEPS))
     assert metrics["count"].tolist() == [5, 4, 3, 2]
     torch.testing.assert_close(metrics["accepted_length"], torch.tensor(1 + 14 / 5))
+
+
+def test_agreement_is_about_the_targets_tokens():
+    """B082: the row of a reduced head is not the token's id."""
+    drafter = make_eagle3(draft_vocab_size=20)
+    drafter.draft_to_target.copy_(torch.arange(20) * 3 + 5)
+    # All rows alike, so the first one is the argmax: token 5.
+    drafter.lm_head.weight.data.zero_()
+    ids, features, last_hidden = make_batch()
+    for token, agreement in ((5, 1.0), (0, 0.0)):
+        _, metrics = eagle3_objective(
+            drafter,
+            ids,
+            torch.ones_like(ids),
+            features,
+            last_hidden,
+            lambda rows, token=token: functional.one_hot(rows[:, 0].long() * 0 + token, VOCAB),
+        )
+        assert metrics["agreement"].tolist() == [agreement] * STEPS
 
 
 def test_nothing_to_learn():
@@ -239,7 +276,7 @@ def test_bad_input():
         eagle3_objective(bound, ids, mask, features, last_hidden, teacher)
 
 
-# -- it teaches -------------------------------------------------------------------------------------
+# -- it teaches ------------------------------------------------------------------------------------
 
 
 def test_training_raises_acceptance():
@@ -270,17 +307,13 @@ def test_training_raises_acceptance():
     mask = torch.ones_like(ids)
     mask[:, :3] = 0
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
-    expected = []
     for step in range(150):
         rows = slice(step * 8 % 96, step * 8 % 96 + 8)
-        loss, metrics = eagle3_objective(
+        loss, _ = eagle3_objective(
             drafter, ids[rows], mask[rows], features[rows], last_hidden[rows], target.lm_head
         )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected.append(float(metrics["accepted_length"]))
     after = accepted_length()
-    assert after > before + 0.5, (before, after)
-    # What training expects is what the loop gets.
-    assert abs(after - sum(expected[-12:]) / 12) < 0.4, (after, expected[-12:])
+    assert after > before + 1, (before, after)

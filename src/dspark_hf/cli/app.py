@@ -97,6 +97,9 @@ def inspect(
         str | None,
         typer.Option(help="anchor_first or infill, over what the checkpoint says."),
     ] = None,
+    num_target_layers: Annotated[
+        int | None, typer.Option(help="Depth of the target, for EAGLE-3 files that need it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
@@ -104,7 +107,7 @@ def inspect(
     from .tables import description_table
 
     hub = {"revision": revision} if revision else {}
-    description = describe(source, block_layout=layout, **hub)
+    description = describe(source, block_layout=layout, num_target_layers=num_target_layers, **hub)
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:

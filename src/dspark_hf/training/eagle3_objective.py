@@ -63,7 +63,8 @@ def eagle3_objective(
         The loss, and detached float32 tensors: `cross_entropy`, `acceptance` (`Σ_v min(p, q)`, the
         chance that a sampled token is accepted when all before it were), `agreement` (of the
         argmaxes), means over the `count` learned rows of each step, `(K,)` each; and the scalar
-        `accepted_length`, the expected τ of sampling, bonus token included.
+        `accepted_length`, the expected τ of sampling, bonus token included (drafts behind the end
+        of an answer count as rejected).
 
     Raises:
         `ValueError`: shapes do not fit, or the head has no plain weight.
@@ -194,8 +195,10 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         ce, acceptance, agreement = (torch.zeros_like(weights) for _ in range(3))
         row_grad = torch.zeros_like(rows) if wants_gradient else None
         head_grad = torch.zeros_like(weight) if wants_gradient and weight.requires_grad else None
-        for chunk in torch.arange(len(rows)).split(max(1, chunk_rows // (rows.shape[1] + 1))):
-            part = slice(int(chunk[0]), int(chunk[-1]) + 1)
+        # A position costs one row of teacher logits and K of draft logits.
+        size = max(1, chunk_rows // (rows.shape[1] + 1))
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
             logits = functional.linear(rows[part].to(dtype), head, bias).float()  # (M, K, V_d)
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)

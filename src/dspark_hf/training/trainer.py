@@ -70,6 +70,8 @@ class DSparkTrainer(Trainer):
         # The collated batch holds what the objective needs; the host would drop it all.
         args.remove_unused_columns = False
         args.label_names = ["loss_mask"]
+        # The order of the examples would otherwise depend on what was seeded last.
+        args.data_seed = args.seed if args.data_seed is None else args.data_seed
         drafter.bind(
             input_embeddings=None if drafter.embed_tokens else target.get_input_embeddings(),
             output_embeddings=None if drafter.lm_head else target.get_output_embeddings(),
