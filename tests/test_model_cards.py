@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dspark_hf.loading.description import describe
+from published_v4 import published_config, write_sparse_checkpoint
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
@@ -40,8 +43,15 @@ def paper_tables():
     return tables
 
 
+def production_tables():
+    """What the paper says of the drafters in production, by the names of the cards."""
+    with open(TESTS / "fixtures" / "paper_production.csv", encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file)
+    return {f"DeepSeek-{model}-DSpark": [header, [model, *row]] for model, *row in rows}
+
+
 def test_every_published_drafter_has_a_card():
-    assert {card.stem for card in CARDS} >= set(paper_tables())
+    assert {card.stem for card in CARDS} >= set(paper_tables()) | set(production_tables())
 
 
 @pytest.mark.parametrize("card", CARDS + SHIPPED, ids=lambda card: str(card.relative_to(ROOT)))
@@ -76,7 +86,7 @@ def test_figures_are_the_papers_or_say_how_they_were_measured(card):
     assert f"--drafter {repository}" in sections["Use it"]
     assert "arXiv 2607.05147" in " ".join(sections[PUBLISHED].split())
     assert "Not measured by this project" in " ".join(sections[PUBLISHED].split())
-    assert table(sections[PUBLISHED]) == paper_tables()[card.stem]
+    assert table(sections[PUBLISHED]) == {**paper_tables(), **production_tables()}[card.stem]
 
 
 @pytest.mark.parametrize("name", paper_tables())
@@ -87,3 +97,20 @@ def test_bytes_are_two_for_each_element(name):
     assert len(elements) == 2
     doubled = [str(2 * int(count)) for count in elements]
     assert re.findall(r"\d{6,}", facts["bytes in bfloat16"]) == doubled
+
+
+@pytest.mark.parametrize("name", ["Flash", "Pro"])
+def test_facts_of_embedded_drafters_are_those_of_their_layout(tmp_path, name):
+    """The counts that `dspark-hf inspect` finds for a checkpoint of the published shapes."""
+    folder = write_sparse_checkpoint(tmp_path / name, published_config(name.lower()))
+    found = describe(str(folder))
+    _, sections = read_card(ROOT / "model_cards" / f"DeepSeek-V4-{name}-DSpark.md")
+    facts = {row[0]: row[-1].replace(",", "") for row in table(sections["Facts"])}
+    assert facts["tensors and parameters"].startswith(f"{found['num_tensors']} tensors")
+    assert str(round(found["num_parameters"], -6)) in facts["tensors and parameters"]
+    assert facts["bytes stored"] == str(found["num_bytes"])
+    assert facts["bytes in memory"].startswith(f"{found['num_bytes_in_memory']}:")
+    taps = [int(tap) for tap in re.findall(r"\d+(?= |$)", facts["taps"].split("(")[0])]
+    assert taps == found["target_layer_ids"]
+    assert str(found["mask_token_id"]) in facts["mask token id"]
+    assert f"rank {found['markov_rank']}" in facts["Markov head"]

@@ -17,8 +17,8 @@ class DSparkConfig(DrafterConfig):
 
     Args:
         backbone_config (`PreTrainedConfig` or `dict`):
-            Configuration of the draft layers, in the host library's own class (`qwen3` or
-            `gemma4_text`).
+            Configuration of the draft layers, in the host library's own class (`qwen3`,
+            `gemma4_text` or `deepseek_v4`).
         block_size (`int`):
             γ, the number of tokens drafted per round. The drafter always runs at this trained
             width.
@@ -157,8 +157,20 @@ class DSparkConfig(DrafterConfig):
                 f"rows (0 to {self.vocab_size - 1}). Check config.json: the two must come from "
                 "the same training."
             )
+        if self.backbone_config.model_type == "deepseek_v4":
+            self._validate_deepseek_v4()
         self._validate_heads()
         self._validate_attention()
+
+    def _validate_deepseek_v4(self) -> None:
+        backbone = self.backbone_config
+        for name, expected in (("layer_types", "sliding_attention"), ("mlp_layer_types", "moe")):
+            found = set(getattr(backbone, name))
+            if found != {expected}:
+                raise ValueError(
+                    f"backbone_config.{name} has {sorted(found)}; DeepSeek-V4 draft layers are all "
+                    f"{expected!r}. The list was copied from the target."
+                )
 
     def _validate_heads(self) -> None:
         require_int("markov_rank", self.markov_rank, minimum=0)

@@ -73,6 +73,10 @@ class DraftContext:
         """The position that the next row of every row of the batch takes."""
         return int(self.lengths[0])
 
+    def skip(self, num_positions: int) -> None:
+        """Pass over committed positions that the drafter will not look at."""
+        self.lengths = self.lengths + num_positions
+
     def append(self, keys_values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Commit rows, given keys and values for each draft layer."""
         for layer, (keys, values) in zip(self.cache.layers, keys_values, strict=True):

@@ -123,7 +123,8 @@ class ConfidenceHead(nn.Module):
     ) -> torch.Tensor:
         """
         Args:
-            hidden (`torch.Tensor` of shape `(..., H)`): backbone output after the final norm.
+            hidden (`torch.Tensor` of shape `(..., H)`):
+                Backbone output after the final norm; before it for DeepSeek-V4 drafters.
             previous_embeddings (`torch.Tensor` of shape `(..., r)`, *optional*):
                 W1 rows of the previous tokens.
 

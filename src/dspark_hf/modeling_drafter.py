@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from .backbones import dense, eagle3, gemma4, get_backbone
+from .backbones import deepseek_v4, dense, eagle3, gemma4, get_backbone
 from .configuration_drafter import DrafterConfig
 from .drafting import DraftContext
 from .loading import checkpoint
@@ -44,6 +44,7 @@ class DrafterModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = [
         dense.DECODER_LAYER,
         gemma4.DECODER_LAYER,
+        deepseek_v4.DECODER_LAYER,
         *eagle3.DECODER_LAYERS,
     ]
     # Membership list of a reduced vocabulary in published layouts; the map says the same.
@@ -53,7 +54,12 @@ class DrafterModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def __init__(self, config: DrafterConfig):
+        family = get_backbone(config.backbone_config.model_type)
+        if family.EAGER_ONLY:
+            # Before the host chooses a kernel.
+            self._supports_sdpa = self._supports_flash_attn = False
         super().__init__(config)
+        self._keep_in_fp32_modules_strict = set(family.FLOAT32_MODULES)
         backbone = config.backbone_config
         # The draft layers read their own config; the host settles the attention kernel on the outer
         # one.
@@ -79,7 +85,8 @@ class DrafterModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        self.backbone.initialize_weights(module)
+        std = getattr(self.config, "initializer_range", 0.02)
+        self.backbone.initialize_weights(module, std)
 
     @property
     def backbone(self) -> ModuleType:
@@ -195,7 +202,11 @@ class DrafterModel(PreTrainedModel):
                 f"{width}): {len(self.config.target_layer_ids)} taps of width "
                 f"{self.config.target_hidden_size}."
             )
-        return self.fc(features.to(self.device, self.dtype))
+        return self.fc(self._norm_features(features.to(self.device, self.dtype)))
+
+    def _norm_features(self, features: torch.Tensor) -> torch.Tensor:
+        """What stands between the taps and their projection; nothing, unless a kind has a norm."""
+        return features
 
     def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings `(R, T, H)` as the draft layers take them, of token ids `(R, T)`."""
@@ -263,8 +274,10 @@ class DrafterModel(PreTrainedModel):
         Load a drafter from a Hub id or a folder, in this library's layout or a published one.
 
         Takes the host's arguments (`revision`, `token`, `cache_dir`, `local_files_only`,
-        `subfolder`, `dtype`, `device_map`, …). Only safetensors are read and no code of a
-        repository is run.
+        `subfolder`, `dtype`, `device_map`, …) and two for published layouts that leave a fact out:
+        `block_layout` (`"anchor_first"` or `"infill"`), which overrides what the checkpoint says,
+        and `num_target_layers`, from which some EAGLE-3 files take their taps. Only safetensors are
+        read and no code of a repository is run.
 
         Raises:
             `ValueError`: unknown or contradictory layout, missing config keys, missing, unexpected,

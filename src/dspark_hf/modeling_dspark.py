@@ -79,6 +79,11 @@ class DSparkDrafter(DrafterModel):
                 Tap outputs of those positions, concatenated in the order of
                 `config.target_layer_ids`.
         """
+        windows = [layer.window for layer in context.cache.layers]
+        if all(windows) and features.shape[1] > max(windows):
+            # No block to come sees the rows before the window.
+            context.skip(features.shape[1] - max(windows))
+            features = features[:, -max(windows) :]
         projected = self._project(context, features)
         if features.shape[1] == 0:
             return
@@ -112,7 +117,7 @@ class DSparkDrafter(DrafterModel):
                 All committed tokens up to the anchor; what the processors see in front of the
                 drafted path.
         """
-        hidden = self._run_block(context, anchor_ids.to(self.device))
+        hidden, confidence_features = self._run_block(context, anchor_ids.to(self.device))
         hidden, state = self._skip_anchor_slot(hidden, anchor_ids.to(self.device))
         base_logits = self._base_logits(context, hidden)
         path = anchor_ids[:, None] if input_ids is None else input_ids
@@ -139,7 +144,8 @@ class DSparkDrafter(DrafterModel):
         confidence = None
         if self.confidence_head is not None:
             confidence = self.confidence_head(
-                hidden, torch.stack(embedded, dim=1) if embedded else None
+                confidence_features[:, -self.config.block_size :],
+                torch.stack(embedded, dim=1) if embedded else None,
             )
         return DraftBlock(
             torch.stack(tokens, dim=1), torch.stack(logits, dim=1), base_logits, hidden, confidence
@@ -156,8 +162,13 @@ class DSparkDrafter(DrafterModel):
         self.extend(context, context_features)
         return self.draft(context, anchor_ids, **kwargs)
 
-    def _run_block(self, context: DraftContext, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """Backbone over `[anchor, mask, …]`: hidden states `(R, W, H)`."""
+    def _run_block(
+        self, context: DraftContext, anchor_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Backbone over `[anchor, mask, …]`: what the output head and what the confidence head read,
+        `(R, W, H)` each.
+        """
         block = anchor_ids.new_full(
             (anchor_ids.shape[0], self.config.block_width), self.config.mask_token_id
         )
@@ -167,7 +178,7 @@ class DSparkDrafter(DrafterModel):
         for i, layer in enumerate(self.layers):
             mask = self._block_mask(i, context, hidden)
             hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
-        return self.norm(hidden)
+        return self.backbone.read_out(self, hidden)
 
     def _skip_anchor_slot(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor
@@ -179,7 +190,7 @@ class DSparkDrafter(DrafterModel):
         if self.config.anchor_predicts:
             return hidden, None
         state = None
-        if self.config.markov_head_type == "rnn":
+        if self.markov_head is not None and self.config.markov_head_type == "rnn":
             _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
         return hidden[:, 1:], state
 
@@ -198,6 +209,7 @@ class DSparkDrafter(DrafterModel):
         per_slot = self.config.sliding_window_per_slot and cache.window is not None
         if not causal and not per_slot:
             return None
-        rows = cache.length if cache.window is None else min(cache.length, cache.window)
-        visible = block_mask(rows, hidden.shape[1], cache.window, causal, per_slot)
+        first = 0 if cache.window is None else max(0, cache.length - cache.window)
+        lengths = torch.tensor([cache.length])
+        visible = block_mask(lengths, first, hidden.shape[1], cache.window, causal, per_slot)
         return additive(visible, hidden)

@@ -121,8 +121,9 @@ def probe_layout(
     config, width = drafter.config, drafter.config.block_width
     # The tokens that both layouts draft.
     counted = max(width - 1, 1)
-    last = token_ids.shape[1] - 1 - counted
-    if token_ids.dim() != 2 or token_ids.shape[0] != 1 or last < max(first_anchor, 1):
+    is_text = token_ids.dim() == 2 and token_ids.shape[0] == 1
+    last = token_ids.shape[-1] - 1 - counted
+    if not is_text or last < max(first_anchor, 1):
         raise ValueError(
             f"The probe needs one text (1, L) with at least {counted} tokens behind the anchor at "
             f"{first_anchor}, found shape {tuple(token_ids.shape)}. Let the target write more."

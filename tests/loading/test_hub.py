@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +13,23 @@ import pytest
 import torch
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import close_session
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints import DFLASH, VANILLA, copy_checkpoint, no_weights_loaded, same_weights, shard
+from checkpoints import (
+    DFLASH,
+    GOLDEN,
+    VANILLA,
+    copy_checkpoint,
+    no_weights_loaded,
+    same_weights,
+    shard,
+)
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError, export_drafter
 from dspark_hf.loading.checkpoint import read_facts
 from dspark_hf.loading.description import describe
 from tiny import make_drafter
+from tiny_v4 import V4, load_golden_drafter
 
 OWN, PRIVATE, PUBLISHED = "somebody/own", "somebody/private", "lab/dspark_tiny_block5"
 TOKEN = "hf_for_this_test_only"
@@ -75,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
-            self.server.created[name] = bool(asked.get("private"))
+            self.server.created[name] = asked.get("visibility") == "private"
             return self.reply({"url": f"{endpoint}/{name}", "name": name})
         if self.path == "/api/validate-yaml":
             return self.reply({"warnings": [], "errors": []})
@@ -408,3 +419,54 @@ def test_an_upload_that_is_refused_leaves_the_files(hub, tmp_path):
             token="hf_x",
         )
     DSparkDrafter.from_pretrained(tmp_path / "local")
+
+
+# -- a drafter inside a target's repository
+
+V4_REPO = "deepseek-ai/DeepSeek-V4-Tiny-DSpark"
+V4_SHARDS = [f"model-0000{number}-of-00004.safetensors" for number in (2, 3, 4)]
+
+
+def add_v4(hub, tmp_path):
+    folder = shutil.copytree(GOLDEN / V4, tmp_path / "deepseek_v4")
+    # Shards larger than what a header request may fetch.
+    for name in V4_SHARDS:
+        tensors = load_file(folder / name)
+        tensors["layers.9.padding"] = torch.zeros(200_000)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    hub.add(V4_REPO, folder)
+    return folder
+
+
+def test_only_the_files_of_an_embedded_drafter_are_fetched(hub, tmp_path, monkeypatch):
+    """Three of the shards, config and index; nothing of the target. Then it loads offline."""
+    folder = add_v4(hub, tmp_path)
+    loaded = DSparkDrafter.from_pretrained(V4_REPO)
+    assert same_weights(loaded, load_golden_drafter(bound=False))
+    assert set(hub.sent) == {"config.json", "model.safetensors.index.json", *V4_SHARDS}
+    for name in V4_SHARDS:
+        assert hub.sent[name] == (folder / name).stat().st_size
+    assert not any("model-00001" in path for _, path, _ in hub.requests)
+    bodies = [path for method, path, _ in hub.requests if method == "GET" and "model-0" in path]
+    assert len(bodies) == len(V4_SHARDS)
+    assert loaded.config.name_or_path == V4_REPO
+    hub.stop()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert same_weights(DSparkDrafter.from_pretrained(V4_REPO), loaded)
+
+
+def test_the_plan_of_an_embedded_drafter_travels_without_its_weights(hub, tmp_path):
+    """`dspark-hf inspect`: headers of the drafter's shards."""
+    folder = add_v4(hub, tmp_path)
+    found = describe(V4_REPO)
+    assert found == {**describe(str(folder)), "source": V4_REPO}
+    for name in V4_SHARDS:
+        assert 0 < hub.sent[name] < (folder / name).stat().st_size
+    assert not any("model-00001" in path for _, path, _ in hub.requests)
+
+
+def test_a_shard_that_the_hub_has_lost(hub, tmp_path):
+    folder = add_v4(hub, tmp_path)
+    (folder / V4_SHARDS[1]).unlink()
+    with pytest.raises(OSError, match="incomplete: its index lists model-00003-of-00004"):
+        DSparkDrafter.from_pretrained(V4_REPO)

@@ -207,6 +207,25 @@ def test_a_drafter_that_is_the_teacher_is_always_accepted():
     torch.testing.assert_close(metrics["accepted_length"], torch.tensor(1 + 14 / 5))
 
 
+def test_agreement_is_about_the_targets_tokens():
+    """B082: the row of a reduced head is not the token's id."""
+    drafter = make_eagle3(draft_vocab_size=20)
+    drafter.draft_to_target.copy_(torch.arange(20) * 3 + 5)
+    # All rows alike, so the first one is the argmax: token 5.
+    drafter.lm_head.weight.data.zero_()
+    ids, features, last_hidden = make_batch()
+    for token, agreement in ((5, 1.0), (0, 0.0)):
+        _, metrics = eagle3_objective(
+            drafter,
+            ids,
+            torch.ones_like(ids),
+            features,
+            last_hidden,
+            lambda rows, token=token: functional.one_hot(rows[:, 0].long() * 0 + token, VOCAB),
+        )
+        assert metrics["agreement"].tolist() == [agreement] * STEPS
+
+
 def test_nothing_to_learn():
     """A batch without supervised tokens is worth zero, and harmless."""
     drafter = make_eagle3()

@@ -17,6 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 DECODER_LAYER = "Qwen3DecoderLayer"
+EAGER_ONLY = False
+FLOAT32_MODULES: tuple[str, ...] = ()
 
 
 def build_layers(config: Qwen3Config) -> dict[str, nn.Module]:
@@ -85,5 +87,14 @@ def run_layer(
     )
 
 
-def initialize_weights(module: nn.Module) -> None:
+def read_out(drafter: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What the output head reads and what the confidence head reads, `(R, W, H)` each: here the same,
+    the block after the final norm.
+    """
+    hidden_states = drafter.norm(hidden_states)
+    return hidden_states, hidden_states
+
+
+def initialize_weights(module: nn.Module, std: float) -> None:
     """What the host's generic initialisation does not cover: nothing for this family."""

@@ -22,6 +22,8 @@ from transformers.models.gemma4.modeling_gemma4 import (
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 DECODER_LAYER = "Gemma4TextDecoderLayer"
+EAGER_ONLY = False
+FLOAT32_MODULES: tuple[str, ...] = ()
 
 
 def build_layers(config: Gemma4TextConfig) -> dict[str, nn.Module]:
@@ -100,7 +102,16 @@ def run_layer(
     )
 
 
-def initialize_weights(module: nn.Module) -> None:
+def read_out(drafter: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What the output head reads and what the confidence head reads, `(R, W, H)` each: here the same,
+    the block after the final norm.
+    """
+    hidden_states = drafter.norm(hidden_states)
+    return hidden_states, hidden_states
+
+
+def initialize_weights(module: nn.Module, std: float) -> None:
     """What the host's generic initialisation does not cover: buffers that no checkpoint stores."""
     if isinstance(module, Gemma4TextRotaryEmbedding):
         for layer_type, rope_init_fn in module.rope_init_fns.items():

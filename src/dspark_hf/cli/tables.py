@@ -17,6 +17,7 @@ _LABELS = {
     "bound_from_target": "taken from the target",
     "num_parameters": "parameters stored",
     "num_bytes": "size",
+    "num_bytes_in_memory": "size in memory",
     "ignored_config_keys": "config keys not read",
 }
 
@@ -27,7 +28,7 @@ def description_table(description: dict[str, Any]) -> Table:
     for name, value in description.items():
         if name == "source":
             continue
-        if name == "num_bytes":
+        if name in ("num_bytes", "num_bytes_in_memory"):
             shown = f"{value / 1e6:,.1f} MB"
         elif name == "num_parameters":
             shown = f"{value:,}"

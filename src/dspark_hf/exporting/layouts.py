@@ -250,7 +250,7 @@ def _layers(body: PreTrainedConfig) -> dict[str, Any]:
     # The host keeps Gemma 4's full-attention sizes by layer; published files name them.
     by_layer = raw.pop("per_layer_config", None) or {}
     if body.model_type == "gemma4_text":
-        own = next(iter(by_layer.values()), {})
+        own: dict[str, Any] = next(iter(by_layer.values()), {})
         raw["global_head_dim"] = own.get("head_dim", raw.get("head_dim"))
         raw["num_global_key_value_heads"] = own.get(
             "num_key_value_heads", raw.get("num_key_value_heads")

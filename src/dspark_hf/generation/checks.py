@@ -16,6 +16,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from .v4_cache import has_rewindable_cache
+
 if TYPE_CHECKING:
     from ..modeling_drafter import DrafterModel
     from .statistics import Statistics
@@ -48,7 +50,7 @@ def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
             "decoder-only targets. Generate without assistant_model, or use a decoder-only "
             "target."
         )
-    if getattr(target, "_is_stateful", False):
+    if getattr(target, "_is_stateful", False) and not has_rewindable_cache(target):
         raise ValueError(
             f"{type(target).__name__} keeps a recurrent state that cannot be rolled back after a "
             "rejected draft. Generate without assistant_model."

@@ -36,6 +36,7 @@ from .rotary_limits import RotaryLimits
 from .settings import resolve_settings
 from .statistics import CallRecorder, RoundRecord
 from .stopping import TokenwiseStopping
+from .v4_cache import rewindable
 from .verification import Verification, verify_greedy, verify_sampling
 
 if TYPE_CHECKING:
@@ -93,19 +94,20 @@ def decode(
     """
     check_batch(input_ids)
     check_processors(logits_processor)
-    check_cache(model_kwargs.get("cache"), after_prefill=False)
-    loop = _DecodingLoop(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        drafter,
-        streamer,
-        model_kwargs,
-    )
-    with loop.generator:
-        return loop.run(synced_gpus)
+    with rewindable(model_kwargs.get("cache")):
+        check_cache(model_kwargs.get("cache"), after_prefill=False)
+        loop = _DecodingLoop(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafter,
+            streamer,
+            model_kwargs,
+        )
+        with loop.generator:
+            return loop.run(synced_gpus)
 
 
 class _DecodingLoop:

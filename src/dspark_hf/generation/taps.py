@@ -112,13 +112,21 @@ class TargetTaps:
     def _output_hook(self, states: list[torch.Tensor]) -> Callable:
         def hook(module, args, output):
             if threading.get_ident() == self._thread:
-                states.append(output[0] if isinstance(output, tuple) else output)
+                states.append(_one_stream(output[0] if isinstance(output, tuple) else output))
 
         return hook
 
     def _input_hook(self, states: list[torch.Tensor]) -> Callable:
         def hook(module, args, kwargs):
             if threading.get_ident() == self._thread:
-                states.append(args[0] if args else kwargs["hidden_states"])
+                states.append(_one_stream(args[0] if args else kwargs["hidden_states"]))
 
         return hook
+
+
+def _one_stream(hidden_states: torch.Tensor) -> torch.Tensor:
+    """
+    `(R, T, H)` of a layer's output. Of a residual of several streams `(R, T, S, H)`, as in
+    DeepSeek-V4, drafters are trained on the plain mean and not on what the hyper-connections read.
+    """
+    return hidden_states.mean(dim=2) if hidden_states.dim() == 4 else hidden_states

@@ -13,8 +13,14 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_drafter import DrafterConfig
+from . import deepseek_v4
 from .adapting import adapt_weights
-from .detection import EAGLE3_DIALECTS, UnsupportedCheckpointError, detect_dialect
+from .detection import (
+    DEEPSEEK_V4,
+    EAGLE3_DIALECTS,
+    UnsupportedCheckpointError,
+    detect_dialect,
+)
 from .dialects import read_dialect
 from .files import (
     FLOAT_BYTES,
@@ -25,15 +31,22 @@ from .files import (
     read_tensors,
     read_tensors_remotely,
 )
-from .reading import Reading
+from .reading import ConfigReader, Reading
 
 logger = logging.getLogger(__name__)
 
 # The one tensor of a drafter that holds token ids.
 DRAFT_TO_TARGET = "draft_to_target"
 
-# What the host's classes raise when a value of config.json has a wrong type or size.
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
+# What the host's classes and torch raise when a value of config.json has a wrong type or size.
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,12 @@ class CheckpointFacts:
 
 
 def read_facts(
-    cls: Any, source: str, download_weights: bool, block_layout: str | None = None, **hub: Any
+    cls: Any,
+    source: str,
+    download_weights: bool,
+    block_layout: str | None = None,
+    num_target_layers: int | None = None,
+    **hub: Any,
 ) -> CheckpointFacts:
     """
     Read and check everything but the weights.
@@ -65,18 +83,27 @@ def read_facts(
         download_weights (`bool`): fetch weight files, or only their headers.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
 
     Raises:
         `ValueError` or `OSError`: see [`DSparkDrafter.from_pretrained`].
     """
     raw = read_config(source, **hub)
     # Refuse foreign layouts before gigabytes travel; tensor names are looked at again below.
-    _check_kind(cls, detect_dialect(raw, source), raw, source)
-    tensors = (read_tensors if download_weights else read_tensors_remotely)(source, **hub)
+    dialect = detect_dialect(raw, source)
+    _check_kind(cls, dialect, raw, source)
+    wanted = deepseek_v4.is_stored_part if dialect == DEEPSEEK_V4 else None
+    tensors = (read_tensors if download_weights else read_tensors_remotely)(source, wanted, **hub)
     dialect = detect_dialect(raw, source, tensors)
     try:
-        reading = read_dialect(raw, dialect, source, tensors, block_layout)
-        check_tensors(cls, reading, tensors, source)
+        if dialect == DEEPSEEK_V4:
+            reading = deepseek_v4.read_deepseek_v4(ConfigReader(raw, source, tensors), **hub)
+            own = meta_state(cls, reading.config)
+            deepseek_v4.check_stored(own, reading.config, tensors, source)
+        else:
+            reading = read_dialect(raw, dialect, source, tensors, block_layout, num_target_layers)
+            check_tensors(cls, reading, tensors, source)
     except _MALFORMED as error:
         raise ValueError(
             f"{source}: config.json describes a drafter that cannot be built "
@@ -106,15 +133,16 @@ def check_tensors(cls: Any, reading: Reading, stored: dict[str, TensorInfo], sou
     Compare stored tensors with what the drafter consists of. Raises `ValueError` listing the
     differences, under the names that the files have.
     """
-    with torch.device("meta"):
-        state = cls(reading.config).state_dict()
+    state = meta_state(cls, reading.config)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     tensors = reading.tensors_by_our_name(stored)
     file_names = {ours: theirs for theirs, ours in reading.renames.items()}
     quantised = sorted(
         name
         for name in set(expected) & set(tensors)
-        if tensors[name].dtype not in FLOAT_BYTES and name != DRAFT_TO_TARGET
+        # Experts that stay packed are bytes here too.
+        if tensors[name].dtype not in (("U8",) if state[name].dtype == torch.uint8 else FLOAT_BYTES)
+        and name != DRAFT_TO_TARGET
     )
     if quantised:
         first = quantised[0]
@@ -140,6 +168,12 @@ def check_tensors(cls: Any, reading: Reading, stored: dict[str, TensorInfo], sou
             f"{source}: the weights do not fit config.json: {'; '.join(problems[:8])}{more}. "
             "The two come from different checkpoints, or the files are incomplete."
         )
+
+
+def meta_state(cls: Any, config: DrafterConfig) -> dict[str, torch.Tensor]:
+    """What a drafter consists of, without its values."""
+    with torch.device("meta"):
+        return cls(config).state_dict()
 
 
 def load_drafter(
@@ -169,8 +203,8 @@ def load_drafter(
         )
     source = os.fspath(source)
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-    layout = kwargs.pop("block_layout", None)
-    facts = read_facts(cls, source, download_weights=True, block_layout=layout, **hub)
+    told = {key: kwargs.pop(key, None) for key in ("block_layout", "num_target_layers")}
+    facts = read_facts(cls, source, download_weights=True, **told, **hub)
     for warning in facts.reading.warnings:
         logger.warning("%s: %s", source, warning)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
@@ -182,14 +216,20 @@ def load_drafter(
     if stored is not None:
         generation_config = GenerationConfig.from_pretrained(os.path.dirname(stored))
     want_info = kwargs.pop("output_loading_info", False)
+    origin: str | None = source
+    if facts.dialect == DEEPSEEK_V4:
+        # The host would fetch the whole target.
+        origin, kwargs["state_dict"] = None, _read_embedded(cls, facts, **hub)
+        kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
     drafter, info = host_from_pretrained(
-        source,
+        origin,
         *args,
         config=config,
         output_loading_info=True,
         key_mapping=facts.reading.key_mapping,
         **kwargs,
     )
+    drafter.name_or_path = drafter.config.name_or_path = source
     # The host would undo the renames on saving; what is saved is our layout.
     drafter._weight_conversions = None
     missing = sorted(info["missing_keys"])
@@ -206,6 +246,14 @@ def load_drafter(
     elif facts.reading.greedy_drafts:
         drafter.generation_config.dspark_draft_sampling = "greedy"
     return (drafter, info) if want_info else drafter
+
+
+def _read_embedded(cls: Any, facts: CheckpointFacts, **hub: Any) -> dict[str, torch.Tensor]:
+    files = {tensor.file for tensor in facts.tensors.values()}
+    local = {file: str(fetch(facts.source, file, **hub)) for file in files}
+    paths = {name: local[tensor.file] for name, tensor in facts.tensors.items()}
+    with deepseek_v4.StoredDrafter(paths) as stored:
+        return stored.state_dict(meta_state(cls, facts.config), facts.config)
 
 
 def _check_draft_vocabulary(drafter: Any, source: str) -> None:

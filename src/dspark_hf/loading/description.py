@@ -6,11 +6,18 @@ from typing import Any
 from ..auto import drafter_class
 from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
-from .checkpoint import read_facts
+from . import deepseek_v4
+from .checkpoint import meta_state, read_facts
+from .detection import DEEPSEEK_V4
 from .files import num_bytes, read_config
 
 
-def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[str, Any]:
+def describe(
+    source: str,
+    block_layout: str | None = None,
+    num_target_layers: int | None = None,
+    **hub: Any,
+) -> dict[str, Any]:
     """
     The normalised facts of a drafter checkpoint, JSON-ready.
 
@@ -22,12 +29,18 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
         source (`str`): folder or Hub id.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
 
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
     cls = drafter_class(read_config(source, **hub))
-    facts = read_facts(cls, source, download_weights=False, block_layout=block_layout, **hub)
+    told: dict[str, Any] = {
+        "block_layout": block_layout,
+        "num_target_layers": num_target_layers,
+    }
+    facts = read_facts(cls, source, download_weights=False, **told, **hub)
     config, tensors, reading = facts.config, facts.tensors, facts.reading
     bound = []
     if not config.stores_input_embeddings:
@@ -64,6 +77,11 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
         "ignored_config_keys": reading.unread,
         "origins": reading.origins,
         "warnings": reading.warnings,
+        **(
+            deepseek_v4.storage_facts(meta_state(cls, config), config, tensors)
+            if facts.dialect == DEEPSEEK_V4
+            else {}
+        ),
     }
 
 
@@ -93,6 +111,8 @@ def _block_facts(config: DSparkConfig) -> dict[str, Any]:
 def _windows(config: DSparkConfig) -> list[int | None]:
     """Sliding window of every draft layer, `None` for full attention."""
     backbone = config.backbone_config
+    if backbone.model_type == "deepseek_v4":
+        return [backbone.sliding_window] * backbone.num_hidden_layers
     if backbone.model_type != "qwen3":
         return [None] * backbone.num_hidden_layers
     return [
@@ -103,4 +123,5 @@ def _windows(config: DSparkConfig) -> list[int | None]:
 
 def _rotary(config: DrafterConfig) -> dict[str, Any]:
     rope = dict(config.backbone_config.rope_parameters)
-    return rope.get("full_attention", rope)
+    own = next((name for name in ("full_attention", "main") if name in rope), None)
+    return rope if own is None else rope[own]

@@ -7,12 +7,30 @@ from typing import Any
 from ..configuration_dspark import DSparkConfig
 from ..configuration_eagle3 import Eagle3Config
 from .deepspec import read_deepspec
-from .detection import DEEPSPEC, EAGLE3_DIALECTS, OWN_LAYOUTS, SPECULATORS
+from .detection import (
+    CHAIN_EAGLE3,
+    DEEPSPEC,
+    DEEPSPEC_EAGLE3,
+    OWN_LAYOUTS,
+    SPECULATORS,
+    SPECULATORS_EAGLE3,
+)
 from .dflash import read_dflash_family
-from .eagle3 import read_eagle3
+from .eagle3 import read_chain_eagle3, read_eagle3
 from .files import TensorInfo
-from .reading import ConfigReader, Reading
-from .speculators import read_speculators
+from .reading import ConfigReader, Reading, check_depth
+from .speculators import read_speculators, read_speculators_eagle3
+
+# The host's classes have defaults for these, which are no drafter's.
+_OWN_LAYER_FACTS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 def read_dialect(
@@ -21,6 +39,7 @@ def read_dialect(
     source: str,
     tensors: Mapping[str, TensorInfo],
     block_layout: str | None = None,
+    num_target_layers: int | None = None,
 ) -> Reading:
     """
     The checkpoint's facts in the normal form.
@@ -35,6 +54,8 @@ def read_dialect(
         tensors (mapping of `str` to [`TensorInfo`]): the stored tensors.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
@@ -47,12 +68,19 @@ def read_dialect(
                 "out; block_layout is for published layouts that do not."
             )
         reader.require("backbone_config", "backbone_config")
+        for key in _OWN_LAYER_FACTS:
+            reader.require(key, f"backbone_config.{key}")
+        check_depth(reader, raw["backbone_config"]["num_hidden_layers"])
         own = DSparkConfig if dialect == DSparkConfig.model_type else Eagle3Config
         return Reading(own.from_dict(raw))
     if dialect == DEEPSPEC:
         reading = read_deepspec(reader, block_layout)
-    elif dialect in EAGLE3_DIALECTS:
+    elif dialect == DEEPSPEC_EAGLE3:
         reading = read_eagle3(reader, block_layout)
+    elif dialect == CHAIN_EAGLE3:
+        reading = read_chain_eagle3(reader, block_layout, num_target_layers)
+    elif dialect == SPECULATORS_EAGLE3:
+        reading = read_speculators_eagle3(reader, block_layout)
     elif dialect == SPECULATORS:
         reading = read_speculators(reader, block_layout)
     else:

@@ -7,11 +7,16 @@ import errno
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_safetensors_metadata, is_offline_mode
+from huggingface_hub import (
+    get_safetensors_metadata,
+    is_offline_mode,
+    parse_safetensors_file_metadata,
+)
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -30,6 +35,8 @@ HUB_ARGUMENTS = (
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 # Those of the map of a reduced vocabulary.
 _ID_BYTES = {"I64": 8, "I32": 4, "BOOL": 1, "U8": 1, "I8": 1, "I16": 2}
+# FP8 weights and their scales, where a layout knows them.
+_FP8_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1}
 
 _NOT_WRITABLE = (errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EROFS)
 
@@ -67,9 +74,16 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
     return raw
 
 
-def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
+def read_tensors(
+    source: str, wanted: Callable[[str], bool] | None = None, **hub: Any
+) -> dict[str, TensorInfo]:
     """
     Headers of all weight files, downloading the files if they are on the Hub.
+
+    Args:
+        source (`str`): folder or Hub id.
+        wanted (`Callable`, *optional*):
+            Tells the names of tensors that matter; shards without any are not asked for.
 
     Raises:
         `OSError`: no safetensors weights, or a shard of the index is missing.
@@ -78,17 +92,17 @@ def read_tensors(source: str, **hub: Any) -> dict[str, TensorInfo]:
     # The order in which the host looks: where there are both, it loads the single file.
     single_path = fetch(source, SAFE_WEIGHTS_NAME, **hub)
     if single_path is not None:
-        return read_header(single_path)
+        return _only(read_header(single_path), wanted)
     index_path = fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
     if index_path is None:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False))
-    index = _read_index(index_path)
+    index = _only(_read_index(index_path), wanted)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(index.values())):
         path = fetch(source, name, **hub)
         if path is None:
             raise OSError(_missing_weights(source, name, indexed=True))
-        tensors.update(read_header(path))
+        tensors.update(_only(read_header(path), wanted))
     if set(index) != set(tensors):
         odd = sorted(set(index) ^ set(tensors))
         raise ValueError(
@@ -131,7 +145,9 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_tensors_remotely(source: str, **hub: Any) -> dict[str, TensorInfo]:
+def read_tensors_remotely(
+    source: str, wanted: Callable[[str], bool] | None = None, **hub: Any
+) -> dict[str, TensorInfo]:
     """Like `read_tensors`, but for a Hub repository only the headers travel."""
     if (
         os.path.isdir(source)
@@ -139,23 +155,34 @@ def read_tensors_remotely(source: str, **hub: Any) -> dict[str, TensorInfo]:
         or hub.get("local_files_only")
         or hub.get("subfolder")
     ):
-        return read_tensors(source, **hub)
+        return read_tensors(source, wanted, **hub)
+    access = {"revision": hub.get("revision"), "token": hub.get("token")}
+    index_path = None if wanted is None else fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
     try:
-        metadata = get_safetensors_metadata(
-            source, revision=hub.get("revision"), token=hub.get("token")
-        )
+        if index_path is None:
+            files_metadata = get_safetensors_metadata(source, **access).files_metadata
+        else:
+            files_metadata = {
+                name: parse_safetensors_file_metadata(source, name, **access)
+                for name in sorted(set(_only(_read_index(index_path), wanted).values()))
+            }
     except NotASafetensorsRepoError as error:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False)) from error
-    return {
+    tensors = {
         name: TensorInfo(str(info.dtype), tuple(info.shape), file)
-        for file, content in metadata.files_metadata.items()
+        for file, content in files_metadata.items()
         for name, info in content.tensors.items()
     }
+    return _only(tensors, wanted)
 
 
 def num_bytes(tensor: TensorInfo) -> int:
     """Stored size of a tensor in bytes."""
-    return math.prod(tensor.shape) * {**FLOAT_BYTES, **_ID_BYTES}[tensor.dtype]
+    return math.prod(tensor.shape) * {**FLOAT_BYTES, **_ID_BYTES, **_FP8_BYTES}[tensor.dtype]
+
+
+def _only(tensors: dict[str, Any], wanted: Callable[[str], bool] | None) -> dict[str, Any]:
+    return {name: value for name, value in tensors.items() if wanted is None or wanted(name)}
 
 
 def _read_index(path: str) -> dict[str, str]:

@@ -63,7 +63,8 @@ def eagle3_objective(
         The loss, and detached float32 tensors: `cross_entropy`, `acceptance` (`Σ_v min(p, q)`, the
         chance that a sampled token is accepted when all before it were), `agreement` (of the
         argmaxes), means over the `count` learned rows of each step, `(K,)` each; and the scalar
-        `accepted_length`, the expected τ of sampling, bonus token included.
+        `accepted_length`, the expected τ of sampling, bonus token included (drafts behind the end
+        of an answer count as rejected).
 
     Raises:
         `ValueError`: shapes do not fit, or the head has no plain weight.

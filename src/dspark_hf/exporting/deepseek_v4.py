@@ -1,0 +1,206 @@
+"""
+Putting a drafter back into a DeepSeek-V4 target: `mtp.*` shards in the published number formats.
+
+The other direction is `DSparkDrafter.from_pretrained(target)` and `save_pretrained`: a drafter of
+its own, with its experts packed as they were.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from ..loading.deepseek_v4 import is_stored_part, stored_parts
+from ..loading.detection import DEEPSEEK_V4
+from ..quantised import quantise_fp8
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDrafter
+
+# Formats of a quantised checkpoint; what is in neither list is float32.
+_FP8 = (
+    "attn.wq_a.weight",
+    "attn.wq_b.weight",
+    "attn.wkv.weight",
+    "attn.wo_a.weight",
+    "attn.wo_b.weight",
+    "ffn.shared_experts.w1.weight",
+    "ffn.shared_experts.w2.weight",
+    "ffn.shared_experts.w3.weight",
+    "main_proj.weight",
+)
+_FLOAT32 = ("attn_sink", "ffn.gate.bias", "_fn", "_base", "_scale")
+
+
+def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) -> list[str]:
+    """
+    Store a drafter inside its target: three more shards, the index and the `dspark_*` keys of
+    config.json. A drafter that the target had is replaced; the target's own files stay as they are.
+    Every value is stored exactly; where the largest value of an FP8 block is 224 or 448 times its
+    scale, the other of the two equal codings may be taken.
+
+    Args:
+        drafter ([`DSparkDrafter`]): with DeepSeek-V4 layers, and no embedding or head of its own.
+        directory (`str` or `os.PathLike`): the target's folder, with sharded weights.
+
+    Returns:
+        `list[str]`: names of the shards that were written.
+
+    Raises:
+        `ValueError`: the folder does not hold this drafter's target, or a weight of a drafter with
+        packed experts has no exact FP8 or bfloat16 form, because it was changed after loading.
+        `OSError`: the folder has no config.json or no index.
+    """
+    folder = Path(directory)
+    raw = _read(folder / "config.json", "config.json")
+    index = _read(folder / SAFE_WEIGHTS_INDEX_NAME, "index of sharded weights")
+    _check_pair(drafter, raw, folder)
+    num_stages = drafter.config.backbone_config.num_hidden_layers
+    old = {name: file for name, file in index["weight_map"].items() if is_stored_part(name)}
+    kept = {name: file for name, file in index["weight_map"].items() if name not in old}
+    written: dict[str, str] = {}
+    for stage in range(num_stages):
+        file = f"mtp-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+        tensors = dict(_stage_tensors(drafter, stage))
+        with _replacing(folder / file) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        written |= dict.fromkeys(tensors, file)
+    _write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": kept | written})
+    _write_json(folder / "config.json", {**raw, **_config_keys(drafter, raw)})
+    # Only now nothing refers to them.
+    for file in set(old.values()) - set(kept.values()) - set(written.values()):
+        (folder / file).unlink(missing_ok=True)
+    return sorted(set(written.values()))
+
+
+def _check_pair(drafter: "DSparkDrafter", raw: dict[str, Any], folder: Path) -> None:
+    config = drafter.config
+    if config.backbone_config.model_type != DEEPSEEK_V4 or config.stores_input_embeddings:
+        raise ValueError(
+            f"Only drafters with DeepSeek-V4 layers and without an embedding of their own can be "
+            f"stored inside a target; this one has {config.backbone_config.model_type!r} layers "
+            f"and stores_input_embeddings={config.stores_input_embeddings}."
+        )
+    if raw.get("model_type") != DEEPSEEK_V4:
+        raise ValueError(
+            f"{folder} holds a model of type {raw.get('model_type')!r}; a DeepSeek-V4 drafter "
+            "belongs into a 'deepseek_v4' target."
+        )
+    facts = {
+        "hidden_size": config.target_hidden_size,
+        "num_hidden_layers": config.num_target_layers,
+        "vocab_size": config.vocab_size,
+    }
+    for name, expected in facts.items():
+        if raw.get(name) != expected:
+            raise ValueError(
+                f"{folder} is not this drafter's target: its {name} is {raw.get(name)}, the "
+                f"drafter was trained for {expected}."
+            )
+
+
+def _config_keys(drafter: "DSparkDrafter", raw: dict[str, Any]) -> dict[str, Any]:
+    config = drafter.config
+    keys = {
+        "dspark_block_size": config.block_size,
+        "dspark_noise_token_id": config.mask_token_id,
+        "dspark_target_layer_ids": list(config.target_layer_ids),
+        "dspark_markov_rank": config.markov_rank,
+    }
+    ratios = raw.get("compress_ratios")
+    if ratios:
+        stages = config.backbone_config.num_hidden_layers
+        keys["compress_ratios"] = ratios[: raw["num_hidden_layers"]] + [0] * stages
+    return keys
+
+
+def _stage_tensors(drafter: "DSparkDrafter", stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stored name and tensor of everything under `mtp.{stage}.`."""
+    backbone = drafter.config.backbone_config
+    is_quantised = backbone.expert_dtype == "fp4"
+    last, prefix = backbone.num_hidden_layers - 1, f"mtp.{stage}."
+    for own, tensor in drafter.state_dict().items():
+        parts = stored_parts(own, last, backbone.num_local_experts)
+        if not parts[0][0].startswith(prefix):
+            continue
+        value = tensor.detach().cpu()
+        if len(parts) > 1:
+            for names, expert in zip(parts, value, strict=True):
+                for name, rows in zip(names, expert.chunk(len(names)), strict=True):
+                    yield name, _packed_type(name, rows.contiguous())
+        elif is_quantised:
+            yield from _published_formats(parts[0][0], value, prefix)
+        else:
+            yield parts[0][0], value.contiguous()
+
+
+def _packed_type(name: str, rows: torch.Tensor) -> torch.Tensor:
+    if rows.dtype != torch.uint8:
+        return rows
+    return rows.view(torch.float8_e8m0fnu if name.endswith(".scale") else torch.int8)
+
+
+def _published_formats(
+    name: str, value: torch.Tensor, prefix: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    rest = name.removeprefix(prefix)
+    if rest in _FP8:
+        encoded = quantise_fp8(value)
+        if encoded is None:
+            raise ValueError(_inexact(name, "FP8"))
+        yield name, encoded[0]
+        yield name.removesuffix("weight") + "scale", encoded[1]
+        return
+    dtype = torch.float32 if rest.endswith(_FLOAT32) else torch.bfloat16
+    stored = value.to(dtype).contiguous()
+    if not torch.equal(stored.to(value.dtype), value):
+        raise ValueError(_inexact(name, str(dtype).removeprefix("torch.")))
+    yield name, stored
+
+
+def _inexact(name: str, form: str) -> str:
+    return (
+        f"{name} has no exact {form} form, so it was changed after it was loaded. Save the drafter "
+        "in this library's layout with save_pretrained."
+    )
+
+
+def _read(path: Path, what: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise OSError(
+            f"{path.parent} has no {what} ({path.name}). Give the folder of a DeepSeek-V4 target "
+            "whose weights are in shards."
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with _replacing(path) as temporary:
+        Path(temporary).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[str]:
+    """A temporary file beside `path` that takes its place if nothing goes wrong."""
+    handle, temporary = tempfile.mkstemp(prefix=".merging-", dir=path.parent)
+    os.close(handle)
+    try:
+        yield temporary
+        # What the umask grants, which a temporary file does not have.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,257 @@
+"""`generate` on DeepSeek-V4 targets: exact with every drafter; the caller keeps what is his."""
+
+import functools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_sampling import assert_distributed_as
+from test_v4_cache import assert_same_state, run, start
+from transformers import DynamicCache
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
+
+from checkpoints import GOLDEN
+from dspark_hf import DSparkCandidateGenerator, collect_statistics
+from dspark_hf.drafting import probabilities
+from dspark_hf.generation.settings import DraftSettings
+from dspark_hf.pipelines import _load_drafter
+from tiny import make_drafter, make_prompt, make_scripted
+from tiny_v4 import (
+    V4,
+    golden_target,
+    load_golden_drafter,
+    make_v4_drafter,
+    make_v4_target,
+)
+
+NEW_TOKENS = 40
+
+
+@functools.cache
+def tiny_target():
+    return make_v4_target()
+
+
+@functools.cache
+def reference(prompt_length=6, new_tokens=NEW_TOKENS):
+    prompt = make_prompt(prompt_length)
+    return prompt, tiny_target().generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+
+
+def generate(target, prompt, drafter, **options):
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **options}
+    with collect_statistics() as statistics:
+        return target.generate(prompt, assistant_model=drafter, **options), statistics
+
+
+def test_the_embedded_drafter_on_its_target_is_exact():
+    """The text of an independent run of the target, 48 tokens past its window of 16."""
+    record = load_file(GOLDEN / V4 / "golden_target.safetensors")
+    drafter = load_golden_drafter(bound=False)
+    output, statistics = generate(golden_target(), record["input_ids"], drafter, max_new_tokens=48)
+    assert torch.equal(output, record["greedy_48"])
+    assert statistics.verified > 100
+
+
+@pytest.mark.parametrize("num_right", range(6))
+def test_every_accepted_count_is_exact_on_the_golden_target(num_right):
+    """B012, B018, B019, B044: oracle and half-right drafters."""
+    record = load_file(GOLDEN / V4 / "golden_target.safetensors")
+    drafter = make_scripted(load_golden_drafter(bound=False), record["greedy_48"], num_right)
+    output, statistics = generate(golden_target(), record["input_ids"], drafter, max_new_tokens=24)
+    assert torch.equal(output, record["greedy_48"][:, : output.shape[1]])
+    assert output.shape[1] == 30 + 24
+    assert statistics.accepted == sum(statistics.verified_at[:num_right])
+
+
+@pytest.mark.parametrize(("prompt_length", "block_size"), [(1, 5), (6, 1), (6, 9), (21, 5)])
+def test_every_accepted_count_is_exact_far_past_the_window(prompt_length, block_size):
+    """B041, B044: window 8, compression of 4 and 8, blocks longer than both."""
+    prompt, expected = reference(prompt_length)
+    for num_right in range(block_size + 1):
+        drafter = make_scripted(make_v4_drafter(block_size=block_size), expected, num_right)
+        output, statistics = generate(tiny_target(), prompt, drafter)
+        assert torch.equal(output, expected), num_right
+        assert statistics.accepted == sum(statistics.verified_at[:num_right])
+
+
+def test_packed_experts_draft_as_their_decoded_values_do():
+    """The drafter that stays packed in memory is exact too."""
+    prompt, expected = reference()
+    drafter = make_v4_drafter(expert_dtype="fp4")
+    for layer in drafter.layers:
+        for name, tensor in layer.mlp.experts.named_parameters():
+            low, high = (118, 124) if name.endswith("scale") else (0, 256)
+            tensor.data = torch.randint(low, high, tensor.shape).to(torch.uint8)
+    output, statistics = generate(tiny_target(), prompt, drafter)
+    assert torch.equal(output, expected)
+    assert statistics.verified > 0
+
+
+def test_a_dense_drafter_serves_a_v4_target():
+    """The target's cache does not ask what the drafter is made of."""
+    prompt, expected = reference()
+    drafter = make_scripted(make_drafter(taps=(1, 3)), expected, 3)
+    output, statistics = generate(tiny_target(), prompt, drafter)
+    assert torch.equal(output, expected)
+    assert statistics.accepted
+
+
+def test_a_cache_passed_in_and_out():
+    """B047: the caller's cache, with the host's own layers in it, goes on to plain decoding."""
+    prompt, expected = reference()
+    target, cache = tiny_target(), DynamicCache(config=tiny_target().config)
+    layers = list(cache.layers)
+    drafter = make_scripted(make_v4_drafter(), expected, 2)
+    first, _ = generate(
+        target, prompt, drafter, max_new_tokens=10, cache=cache, return_dict_in_generate=True
+    )
+    assert first.cache is cache
+    assert all(layer is own for layer, own in zip(cache.layers, layers, strict=True))
+    assert_same_state(cache, start(target, first.sequences[:, :-1]))
+    plain = target.generate(first.sequences, cache=cache, max_new_tokens=10, do_sample=False)
+    assert torch.equal(plain, expected[:, : plain.shape[1]])
+    again, _ = generate(target, plain, drafter, cache=cache, max_new_tokens=20)
+    assert torch.equal(again, expected)
+
+
+def test_a_call_that_fails_leaves_a_sound_cache():
+    """A streamer that raises in the middle of a run: the cache ends before what it did not take."""
+
+    class Broken:
+        def __init__(self):
+            self.seen = []
+
+        def put(self, value):
+            self.seen += value.flatten().tolist()
+            if len(self.seen) == 30:
+                raise KeyboardInterrupt
+
+        def end(self):
+            raise AssertionError("the run did not end")
+
+    prompt, expected = reference()
+    target, cache, streamer = tiny_target(), DynamicCache(config=tiny_target().config), Broken()
+    with pytest.raises(KeyboardInterrupt):
+        generate(
+            target,
+            prompt,
+            make_scripted(make_v4_drafter(), expected, 4),
+            cache=cache,
+            streamer=streamer,
+        )
+    assert [type(layer) for layer in cache.layers][2] is DeepseekV4HCACache
+    length = cache.get_seq_length()
+    assert length <= 30
+    assert_same_state(cache, start(target, expected[:, :length]))
+
+
+def test_other_assistants_are_refused_as_before():
+    """Only our drafters come with a cache that can be rolled back."""
+    with pytest.raises(ValueError, match="stateful"):
+        tiny_target().generate(make_prompt(), assistant_model=make_v4_target(seed=1))
+    assert tiny_target()._is_stateful
+
+
+def test_hidden_states_are_those_of_plain_decoding():
+    prompt, expected = reference()
+    options = {"output_hidden_states": True, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 12, "do_sample": False}
+    plain = tiny_target().generate(prompt, **options)
+    drafter = make_scripted(make_v4_drafter(), expected, 3)
+    found = tiny_target().generate(prompt, assistant_model=drafter, **options)
+    for ours, theirs in zip(found.logits, plain.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+    for ours, theirs in zip(found.hidden_states, plain.hidden_states, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_taps_are_the_mean_over_the_streams_of_the_raw_output():
+    """Of every layer, the last included, whose entry in `hidden_states` is another tensor."""
+    target, prompt, seen = tiny_target(), make_prompt(11), []
+    drafter = make_v4_drafter(taps=(-1, 1, 3))
+    generator = DSparkCandidateGenerator(
+        target, drafter, DraftSettings(5, "full", None, False), [], False, batch_size=1
+    )
+    handles = [
+        target.model.layers[i].register_forward_hook(lambda m, a, out: seen.append(out))
+        for i in (1, 3)
+    ]
+    with generator:
+        normed = target(prompt, output_hidden_states=True).hidden_states[-1]
+        features = generator.taps.take()
+    for handle in handles:
+        handle.remove()
+    assert features.shape == (1, 11, 3 * 32)
+    embedded, one, last = features.split(32, dim=-1)
+    assert torch.equal(embedded, target.get_input_embeddings()(prompt))
+    assert torch.equal(one, seen[0].mean(dim=2))
+    assert torch.equal(last, seen[1].mean(dim=2))
+    assert (last - normed).abs().max() > 0.1
+
+
+def test_the_string_form_finds_the_drafter_in_the_targets_folder():
+    """`pipeline(..., assistant_model="deepseek-ai/DeepSeek-V4-Flash-DSpark")`."""
+    drafter = _load_drafter(golden_target(), GOLDEN / V4)
+    assert drafter.is_dspark_drafter
+    assert drafter.dtype == golden_target().dtype
+
+
+# -- sampling
+
+VOCAB, LENGTH, CALLS = 4, 3, 300
+TEMPERATURE = 0.7
+
+
+def small_target():
+    return make_v4_target(
+        vocab_size=VOCAB,
+        num_hidden_layers=2,
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["moe"] * 2,
+        hc_sinkhorn_iters=2,
+        initializer_range=0.25,
+    )
+
+
+def exact_paths(target, prompt):
+    joint, ids = torch.ones(1, dtype=torch.float64), prompt
+    for _ in range(LENGTH):
+        p = probabilities(run(target, None, ids)[:, -1] / TEMPERATURE).double()
+        joint = (joint[:, None] * p).flatten()
+        tokens = torch.arange(VOCAB).repeat(len(ids))[:, None]
+        ids = torch.cat((ids.repeat_interleave(VOCAB, dim=0), tokens), dim=1)
+    return joint
+
+
+def test_sampled_texts_have_the_targets_distribution():
+    """Over all 64 texts of three tokens; the prompt ends one before a compression boundary."""
+    target = small_target()
+    drafter = make_v4_drafter(
+        VOCAB,
+        taps=(0, 1),
+        block_size=2,
+        num_target_layers=2,
+        confidence_head=False,
+        confidence_head_with_markov=False,
+    )
+    prompt = torch.tensor([[3, 2, 1, 2, 3, 1, 2]])
+    counts = torch.zeros(VOCAB**LENGTH)
+    with collect_statistics() as statistics:
+        for seed in range(CALLS):
+            torch.manual_seed(seed)
+            text = target.generate(
+                prompt,
+                assistant_model=drafter,
+                do_sample=True,
+                temperature=TEMPERATURE,
+                top_k=0,
+                max_new_tokens=LENGTH,
+            )
+            path = text[0, prompt.shape[1] :].tolist()
+            counts[sum(t * VOCAB ** (LENGTH - 1 - i) for i, t in enumerate(path))] += 1
+    # Some drafts are accepted and some are not, or one branch of the rule was never taken.
+    assert 0 < statistics.accepted < statistics.verified
+    assert_distributed_as(counts, exact_paths(target, prompt))

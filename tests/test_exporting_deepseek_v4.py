@@ -1,0 +1,129 @@
+"""A drafter taken out of its target and put back is the same, tensor for tensor."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from checkpoints import GOLDEN, read_json, same_weights
+from dspark_hf import DSparkDrafter
+from dspark_hf.exporting.deepseek_v4 import merge_into_target
+from dspark_hf.quantised import dequantise_fp8
+from tiny import make_drafter
+from tiny_v4 import V4, V4_QUANTISED, load_golden_drafter, make_v4_drafter
+
+INDEX = "model.safetensors.index.json"
+
+
+def stored_tensors(folder):
+    tensors = {}
+    for file in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
+        tensors |= load_file(folder / file)
+    return tensors
+
+
+def target_without_drafter(folder, name):
+    """The golden repository with its drafter cut out."""
+    shutil.copytree(GOLDEN / name, folder)
+    for number in (2, 3, 4):
+        (folder / f"model-0000{number}-of-00004.safetensors").unlink()
+    index = read_json(folder / INDEX)
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if "mtp." not in n}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    raw = {k: v for k, v in read_json(folder / "config.json").items() if "dspark" not in k}
+    raw["compress_ratios"] = raw["compress_ratios"][: raw["num_hidden_layers"]]
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float32])
+@pytest.mark.parametrize("name", [V4, V4_QUANTISED])
+def test_split_and_merge(tmp_path, name, dtype):
+    """Ours in between; every value comes back in its number format, packed experts bit by bit."""
+    DSparkDrafter.from_pretrained(GOLDEN / name, dtype=dtype).save_pretrained(tmp_path / "own")
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "own", dtype=dtype)
+    folder = target_without_drafter(tmp_path / "target", name)
+    files = merge_into_target(drafter, folder)
+    assert files == [f"mtp-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    found, expected = stored_tensors(folder), stored_tensors(GOLDEN / name)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert value.dtype == expected[key].dtype, key
+        if value.dtype == torch.float8_e4m3fn:
+            # 224 at one scale is 448 at half of it.
+            scale = key.removesuffix("weight") + "scale"
+            assert torch.equal(
+                dequantise_fp8(value, found[scale]),
+                dequantise_fp8(expected[key], expected[scale]),
+            ), key
+        elif value.dtype != torch.float8_e8m0fnu or "experts" in key.replace("shared_experts", ""):
+            one, other = (t.contiguous().view(torch.uint8) for t in (value, expected[key]))
+            assert torch.equal(one, other), key
+    merged, original = read_json(folder / "config.json"), read_json(GOLDEN / name / "config.json")
+    assert merged == original
+    again = DSparkDrafter.from_pretrained(folder, dtype=dtype)
+    assert same_weights(again, DSparkDrafter.from_pretrained(GOLDEN / name, dtype=dtype))
+
+
+def test_a_merged_target_still_loads(tmp_path):
+    folder = target_without_drafter(tmp_path / "target", V4)
+    merge_into_target(load_golden_drafter(bound=False), folder)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = AutoModelForCausalLM.from_pretrained(GOLDEN / V4, dtype=torch.float32)
+    assert same_weights(target, expected)
+
+
+def test_a_merge_replaces_the_drafter_that_was_there(tmp_path):
+    """Its shards go, the target's stay."""
+    folder = shutil.copytree(GOLDEN / V4, tmp_path / "target")
+    drafter = load_golden_drafter(bound=False)
+    drafter.norm.weight.data += 1
+    merge_into_target(drafter, folder)
+    merge_into_target(drafter, folder)
+    weights = {file.name for file in folder.glob("*.safetensors")} - {
+        "golden.safetensors",
+        "golden_target.safetensors",
+    }
+    assert weights == {
+        "model-00001-of-00004.safetensors",
+        *(f"mtp-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+    }
+    assert same_weights(DSparkDrafter.from_pretrained(folder, dtype=torch.float32), drafter)
+    assert not list(folder.glob(".merging-*"))
+
+
+def test_changed_weights_have_no_published_form(tmp_path):
+    folder = shutil.copytree(GOLDEN / V4_QUANTISED, tmp_path / "target")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for name, match in (
+        ("fc.weight", "mtp.0.main_proj.weight has no exact FP8"),
+        ("hidden_norm.weight", "mtp.0.main_norm.weight has no exact bfloat16"),
+    ):
+        drafter = load_golden_drafter(V4_QUANTISED, bound=False)
+        drafter.get_parameter(name).data *= 1.0001
+        with pytest.raises(ValueError, match=match):
+            merge_into_target(drafter, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_wrong_folders_are_refused(tmp_path):
+    drafter = load_golden_drafter(bound=False)
+    with pytest.raises(OSError, match=r"has no config\.json"):
+        merge_into_target(drafter, tmp_path)
+    folder = target_without_drafter(tmp_path / "target", V4)
+    with pytest.raises(ValueError, match="its hidden_size is 64, the drafter was trained for 32"):
+        merge_into_target(make_v4_drafter(), folder)
+    with pytest.raises(ValueError, match="this one has 'qwen3' layers"):
+        merge_into_target(make_drafter(), folder)
+    raw = read_json(folder / "config.json")
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "model_type": "qwen3"}), encoding="utf-8"
+    )
+    with pytest.raises(ValueError, match="of type 'qwen3'"):
+        merge_into_target(drafter, folder)
+    (folder / INDEX).unlink()
+    with pytest.raises(OSError, match="has no index of sharded weights"):
+        merge_into_target(drafter, folder)
