@@ -319,4 +319,13 @@ def test_inspect_can_be_told_the_layout(pair, tmp_path):
     folder, _ = zlab(tmp_path)
     told = json.loads(run("inspect", str(folder), "--layout", "anchor_first", "--json"))
     assert (told["block_size"], told["anchor_predicts"]) == (5, True)
-    assert "read as" not in run("inspect", str(folder))
+    assert "anchor slot predicts" in run("inspect", str(folder))
+
+
+def test_inspect_can_be_told_the_depth(tmp_path):
+    """EAGLE-3 files of the original trainer leave their taps to a rule over it."""
+    from test_speculators_eagle3 import LLAMA, chain_file
+
+    folder = chain_file(tmp_path, LLAMA, architectures=["LlamaForCausalLM"], eagle_config=...)
+    told = json.loads(run("inspect", str(folder), "--num-target-layers", "32", "--json"))
+    assert (told["family"], told["target_layer_ids"]) == ("eagle3", [1, 15, 28])

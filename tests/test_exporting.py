@@ -80,6 +80,10 @@ def test_deepspec_round_trip(tmp_path, name):
         for key in describe(str(GOLDEN / name))["origins"].values()
         if key in published
     }
+    if name == GEMMA4:
+        # Published files repeat the target's other layer types, which the drafter has not.
+        rope = read.pop("rope_parameters")
+        assert written["rope_parameters"]["full_attention"] == rope["full_attention"]
     assert {key: written.get(key) for key in read} == read
 
 

@@ -170,9 +170,9 @@ def test_a_wrong_pair_is_refused_at_construction(tmp_path, options, message, as_
 def test_an_unreadable_drafter_is_refused_by_name(tmp_path):
     """B075: not handed to the host, which would build a small model of it."""
     copy_checkpoint(tmp_path, VANILLA)
-    edit_config(tmp_path, architectures=["DFlashDraftModel"])
+    edit_config(tmp_path, architectures=["K3DSparkModel"])
     target = make_target()
-    with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="z-lab DFlash"):
+    with no_weights_loaded(), pytest.raises(UnsupportedCheckpointError, match="Kimi K3"):
         make_pipeline(target, str(tmp_path))
 
 

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from .modeling_dspark import DSparkDrafter
     from .modeling_eagle3 import Eagle3Drafter
     from .probing import probe_layout
+    from .scheduling.calibration import Calibration
+    from .scheduling.throughput_profile import ThroughputProfile
 
 __version__ = "0.1.0"
 
 _NAMES = {
+    "Calibration": "scheduling.calibration",
     "DSparkCandidateGenerator": "generation.candidate_generator",
     "DSparkConfig": "configuration_dspark",
     "DSparkDecoderOnlyOutput": "generation.outputs",
@@ -36,6 +39,7 @@ _NAMES = {
     "Eagle3Drafter": "modeling_eagle3",
     "RoundRecord": "generation.statistics",
     "Statistics": "generation.statistics",
+    "ThroughputProfile": "scheduling.throughput_profile",
     "UnsupportedCheckpointError": "loading.detection",
     "collect_statistics": "generation.statistics",
     "export_drafter": "exporting.export",
@@ -43,6 +47,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "Calibration",
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDecoderOnlyOutput",
@@ -53,6 +58,7 @@ __all__ = [
     "Eagle3Drafter",
     "RoundRecord",
     "Statistics",
+    "ThroughputProfile",
     "UnsupportedCheckpointError",
     "collect_statistics",
     "export_drafter",

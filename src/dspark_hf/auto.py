@@ -81,7 +81,11 @@ def _wrap_get_model_class(original):
             return drafter_class({"model_type": config.model_type})
         from .loading.detection import DRAFTER_ARCHITECTURES
 
-        drafters = [name for name in config.architectures or () if name in DRAFTER_ARCHITECTURES]
+        names = config.architectures or ()
+        drafters = [name for name in names if name in DRAFTER_ARCHITECTURES]
+        # The first EAGLE-3 files call themselves an ordinary Llama.
+        if "LlamaForCausalLM" in names and hasattr(config, "draft_vocab_size"):
+            drafters.append("LlamaForCausalLM with draft_vocab_size")
         if drafters:
             source = config.name_or_path or "this checkpoint"
             raise ValueError(

@@ -15,6 +15,8 @@ class DrafterConfig(PreTrainedConfig):
     """
 
     sub_configs: ClassVar[dict[str, type]] = {"backbone_config": PreTrainedConfig}
+    # Host classes that the draft layers can be built from.
+    backbones: ClassVar[tuple[str, ...]] = BACKBONES
     # Facts without a default, in the order in which a missing one is reported.
     required_facts: ClassVar[tuple[str, ...]] = (
         "block_size",
@@ -41,7 +43,7 @@ class DrafterConfig(PreTrainedConfig):
         **kwargs: Any,
     ):
         if isinstance(backbone_config, dict):
-            backbone_config = _backbone_from_dict(backbone_config)
+            backbone_config = _backbone_from_dict(backbone_config, self.backbones)
         # Typed as present: `validate_drafter` refuses a drafter that lacks one of them.
         self.backbone_config: Any = backbone_config
         self.block_size: Any = block_size
@@ -91,16 +93,27 @@ class DrafterConfig(PreTrainedConfig):
             require_int(name, getattr(self, name), minimum=1)
         if self.num_target_layers is not None:
             require_int("num_target_layers", self.num_target_layers, minimum=1)
-        if self.backbone_config.model_type not in BACKBONES:
+        if self.backbone_config.model_type not in self.backbones:
             raise ValueError(
                 f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
-                f"can be built for {', '.join(map(repr, BACKBONES))}."
+                f"can be built for {', '.join(map(repr, self.backbones))}."
             )
+        self._validate_layer_sizes()
         self._validate_draft_vocabulary()
         self._validate_taps()
         cap = self.final_logit_softcapping
         if cap is not None and not cap > 0:
             raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
+
+    def _validate_layer_sizes(self) -> None:
+        names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+        if self.backbone_config.model_type in ("qwen3", "llama"):
+            # Other classes keep these by layer.
+            names += ["num_key_value_heads", "head_dim"]
+        for name in names:
+            value = getattr(self.backbone_config, name, None)
+            if value is not None:
+                require_int(f"backbone_config.{name}", value, minimum=1)
 
     def _validate_draft_vocabulary(self) -> None:
         if self.draft_vocab_size is None:
@@ -139,13 +152,13 @@ def require_int(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {minimum}, found {value!r}.")
 
 
-def _backbone_from_dict(backbone: dict[str, Any]) -> PreTrainedConfig:
+def _backbone_from_dict(backbone: dict[str, Any], known: tuple[str, ...]) -> PreTrainedConfig:
     fields = dict(backbone)
     model_type = fields.pop("model_type", None)
-    if model_type not in BACKBONES:
+    if model_type not in known:
         raise ValueError(
             f"backbone_config.model_type is {model_type!r}; draft layers can be built for "
-            f"{', '.join(map(repr, BACKBONES))}."
+            f"{', '.join(map(repr, known))}."
         )
     # Here and not above: importing the host's auto classes registers this module with them.
     from transformers import AutoConfig

@@ -202,7 +202,11 @@ class DrafterModel(PreTrainedModel):
                 f"{width}): {len(self.config.target_layer_ids)} taps of width "
                 f"{self.config.target_hidden_size}."
             )
-        return self.fc(features.to(self.device, self.dtype))
+        return self.fc(self._norm_features(features.to(self.device, self.dtype)))
+
+    def _norm_features(self, features: torch.Tensor) -> torch.Tensor:
+        """What stands between the taps and their projection; nothing, unless a kind has a norm."""
+        return features
 
     def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings `(R, T, H)` as the draft layers take them, of token ids `(R, T)`."""
@@ -270,8 +274,10 @@ class DrafterModel(PreTrainedModel):
         Load a drafter from a Hub id or a folder, in this library's layout or a published one.
 
         Takes the host's arguments (`revision`, `token`, `cache_dir`, `local_files_only`,
-        `subfolder`, `dtype`, `device_map`, …). Only safetensors are read and no code of a
-        repository is run.
+        `subfolder`, `dtype`, `device_map`, …) and two for published layouts that leave a fact out:
+        `block_layout` (`"anchor_first"` or `"infill"`), which overrides what the checkpoint says,
+        and `num_target_layers`, from which some EAGLE-3 files take their taps. Only safetensors are
+        read and no code of a repository is run.
 
         Raises:
             `ValueError`: unknown or contradictory layout, missing config keys, missing, unexpected,

@@ -190,7 +190,7 @@ class DSparkDrafter(DrafterModel):
         if self.config.anchor_predicts:
             return hidden, None
         state = None
-        if self.config.markov_head_type == "rnn":
+        if self.markov_head is not None and self.config.markov_head_type == "rnn":
             _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
         return hidden[:, 1:], state
 
@@ -209,6 +209,7 @@ class DSparkDrafter(DrafterModel):
         per_slot = self.config.sliding_window_per_slot and cache.window is not None
         if not causal and not per_slot:
             return None
-        rows = cache.length if cache.window is None else min(cache.length, cache.window)
-        visible = block_mask(rows, hidden.shape[1], cache.window, causal, per_slot)
+        first = 0 if cache.window is None else max(0, cache.length - cache.window)
+        lengths = torch.tensor([cache.length])
+        visible = block_mask(lengths, first, hidden.shape[1], cache.window, causal, per_slot)
         return additive(visible, hidden)

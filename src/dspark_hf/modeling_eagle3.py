@@ -51,9 +51,18 @@ class Eagle3Drafter(DrafterModel):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        for name, module in eagle3.build_layers(config.backbone_config).items():
+        for name, module in eagle3.build_layers(config).items():
             self.add_module(name, module)
         self.post_init()
+
+    def _norm_features(self, features: torch.Tensor) -> torch.Tensor:
+        if self.config.feature_norm == "joint":
+            return self.input_norm(features)
+        if self.config.feature_norm == "per_tap":
+            taps = features.chunk(len(self.fc_norm), dim=-1)
+            pairs = zip(self.fc_norm, taps, strict=True)
+            return torch.cat([norm(tap) for norm, tap in pairs], dim=-1)
+        return features
 
     # -- drafting
 
@@ -158,6 +167,8 @@ class Eagle3Drafter(DrafterModel):
                 # The row stays visible to the ones behind it, until the block is drafted.
                 rows.length += 1
                 states.append(self.norm(hidden))
+                if self.config.recycles_normed_output:
+                    hidden = states[-1]
                 base_logits.append(self._base_logits(context, states[-1])[:, 0])
                 scores = self._in_target_vocabulary(base_logits[-1])
                 if not context.is_checked:

@@ -65,7 +65,8 @@ class ProbeResult:
 
     Attributes:
         stated ([`LayoutReading`]): how the drafter is read now.
-        best ([`LayoutReading`]): the reading with the longest agreement.
+        best ([`LayoutReading`]):
+            the reading with the longest agreement; the stated one if none leads it beyond chance.
         decided (`bool`):
             whether `best` leads every reading of another block layout by more than twice the
             standard error of the difference.
@@ -121,8 +122,9 @@ def probe_layout(
     config, width = drafter.config, drafter.config.block_width
     # The tokens that both layouts draft.
     counted = max(width - 1, 1)
-    last = token_ids.shape[1] - 1 - counted
-    if token_ids.dim() != 2 or token_ids.shape[0] != 1 or last < max(first_anchor, 1):
+    is_text = token_ids.dim() == 2 and token_ids.shape[0] == 1
+    last = token_ids.shape[-1] - 1 - counted
+    if not is_text or last < max(first_anchor, 1):
         raise ValueError(
             f"The probe needs one text (1, L) with at least {counted} tokens behind the anchor at "
             f"{first_anchor}, found shape {tuple(token_ids.shape)}. Let the target write more."
@@ -182,9 +184,10 @@ def _pool(parts: list[Evidence]) -> Evidence:
 
 
 def _judge(stated: LayoutReading, tried: list[Evidence]) -> ProbeResult:
-    # Of equals, the one that the checkpoint states.
     evidence = sorted(tried, key=lambda e: (-e.accepted_length, e.reading != stated))
     best = evidence[0]
+    own = next(e for e in evidence if e.reading == stated)
+    best = best if _leads(best, own) else own
     others = [e for e in evidence if e.reading.anchor_predicts != best.reading.anchor_predicts]
     return ProbeResult(stated, best.reading, all(_leads(best, other) for other in others), evidence)
 

@@ -10,9 +10,10 @@ from scripted_drafters import GAMMA, NEW_TOKENS, SETS, greedy_texts, make_pair, 
 from dspark_hf.evaluation import running
 from dspark_hf.evaluation.prompts import PromptSet
 from dspark_hf.evaluation.running import EvaluationSettings, evaluate
-from tiny import make_drafter
+from tiny import make_drafter, make_eagle3
 
 GREEDY = EvaluationSettings((0.0,), NEW_TOKENS)
+ONE = [PromptSet("gsm8k", ("buoy",), "gsm8k.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -102,32 +103,37 @@ def test_sampling_is_shaped_by_the_temperature_alone(pair, tmp_path):
     """The target's own top-k and penalties are not the paper's protocol."""
     target, _, texts = pair
     drafters = {"random": make_drafter(seed=4)}
-    settings = EvaluationSettings((0.0, 1.0), NEW_TOKENS)
-    run(pair, tmp_path / "a", drafters, settings)
-    for name, value in (("top_k", 1), ("repetition_penalty", 9.0), ("min_p", 0.9)):
-        setattr(target.generation_config, name, value)
+    settings = EvaluationSettings((0.0, 1.0), 8)
+    run(pair, tmp_path / "a", drafters, settings, ONE)
+    own = {"do_sample": True, "top_k": 1, "min_p": 0.9, "repetition_penalty": 9.0}
+    target.generation_config.update(**own)
     try:
-        run(pair, tmp_path / "b", drafters, settings)
+        run(pair, tmp_path / "b", drafters, settings, ONE)
     finally:
         target.generation_config = type(target.generation_config)(pad_token_id=0)
     before, after = lines(tmp_path / "a"), lines(tmp_path / "b")
     assert [row["tokens"] for row in before] == [row["tokens"] for row in after]
     greedy, sampled = ([r["tokens"] for r in before if r["temperature"] == t] for t in (0.0, 1.0))
     assert greedy != sampled
-    assert greedy[0] == texts[0][0, 4 : 4 + NEW_TOKENS].tolist()
+    assert greedy[0] == texts[0][0, 4:12].tolist()
 
 
 def test_draws_are_seeded_by_prompt_and_leave_the_callers_generator_alone(pair, tmp_path):
     """The same seed gives the same texts, another one others."""
     drafters, settings = {"random": make_drafter(seed=4)}, EvaluationSettings((1.0,), 8)
+    twice = [PromptSet("gsm8k", ("buoy", "buoy"), "")]
     state = torch.get_rng_state()
-    run(pair, tmp_path / "a", drafters, settings)
+    run(pair, tmp_path / "a", drafters, settings, twice)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    run(pair, tmp_path / "b", drafters, settings)
-    run(pair, tmp_path / "c", drafters, EvaluationSettings((1.0,), 8, seed=1))
+    run(pair, tmp_path / "b", drafters, settings, twice)
+    run(pair, tmp_path / "c", drafters, EvaluationSettings((1.0,), 8, seed=1), ONE)
     first, again, other = ([row["tokens"] for row in lines(tmp_path / x)] for x in "abc")
-    assert first == again != other
+    assert first == again
+    plain, random_, random_again, plain_again = first
+    assert plain != plain_again
+    assert random_ != random_again
+    assert other[0] != plain
 
 
 def test_an_interrupted_run_continues_where_it_stopped(pair, tmp_path, monkeypatch):
@@ -153,27 +159,27 @@ def test_an_interrupted_run_continues_where_it_stopped(pair, tmp_path, monkeypat
     assert result_of(results, "half")["macro"]["accepted_length"] == 3.0
     assert len(lines(tmp_path)) == 10
     calls.clear()
-    assert run(pair, tmp_path, drafters)["results"] == results["results"]
+    # As text: unknown figures are NaN, which equals nothing.
+    assert str(run(pair, tmp_path, drafters)) == str(results)
     assert not calls
 
 
 def test_prompts_and_drafters_can_be_added_and_a_report_covers_what_was_asked(pair, tmp_path):
     """Settings are fixed; what is evaluated under them can grow."""
     texts = pair[2]
-    small = [PromptSet("gsm8k", ("buoy",), "")]
     drafters = {"half": make_right_for(2, texts, seed=2)}
-    assert len(run(pair, tmp_path, drafters, sets=small)["results"][0]["sets"]) == 1
+    assert len(run(pair, tmp_path, drafters, sets=ONE)["results"][0]["sets"]) == 1
     drafters["oracle"] = make_right_for(GAMMA, texts)
     results = run(pair, tmp_path, drafters)
     assert [r["pooled"]["num_prompts"] for r in results["results"]] == [5, 5]
     assert len(lines(tmp_path)) == 15
-    assert run(pair, tmp_path, drafters, sets=small)["results"][1]["pooled"]["num_prompts"] == 1
+    assert run(pair, tmp_path, drafters, sets=ONE)["results"][1]["pooled"]["num_prompts"] == 1
 
 
 def test_without_plain_decoding_there_is_no_speed_up(pair, tmp_path):
     """Half the work for accepted lengths alone."""
     settings = EvaluationSettings((0.0,), NEW_TOKENS, with_plain=False)
-    figures = run(pair, tmp_path, settings=settings)["results"][0]["macro"]
+    figures = run(pair, tmp_path, settings=settings, sets=ONE)["results"][0]["macro"]
     assert figures["accepted_length"] == 5.0
     assert math.isnan(figures["speedup"])
     assert figures["tokens_per_second"] > 0
@@ -184,11 +190,11 @@ def test_whole_blocks_are_verified_unless_a_threshold_is_asked_for(pair, tmp_pat
     """The drafter's own policy is overruled, in both directions."""
     drafter = make_right_for(GAMMA, pair[2])
     drafter.generation_config.dspark_confidence_threshold = 1.0
-    figures = run(pair, tmp_path / "full", {"d": drafter})["results"][0]["pooled"]
+    figures = run(pair, tmp_path / "full", {"d": drafter}, sets=ONE)["results"][0]["pooled"]
     assert figures["accepted_length"] == 5.0
     settings = EvaluationSettings((0.0,), NEW_TOKENS, confidence_threshold=1.0)
     drafter.generation_config.dspark_confidence_threshold = None
-    figures = run(pair, tmp_path / "cut", {"d": drafter}, settings)["results"][0]["pooled"]
+    figures = run(pair, tmp_path / "cut", {"d": drafter}, settings, ONE)["results"][0]["pooled"]
     assert figures["accepted_length"] == 1.0
     assert figures["verified_at"] == []
 
@@ -196,14 +202,33 @@ def test_whole_blocks_are_verified_unless_a_threshold_is_asked_for(pair, tmp_pat
 def test_more_training_makes_another_drafter(pair, tmp_path):
     """Answers of the old weights are not taken for the new ones'."""
     drafter = make_drafter(seed=4)
-    first = run(pair, tmp_path, {"d": drafter})
-    with torch.no_grad():
-        drafter.norm.weight.mul_(1.5)
-    second = run(pair, tmp_path, {"d": drafter})
-    assert first["drafters"][0]["id"] != second["drafters"][0]["id"]
-    assert len(lines(tmp_path)) == 5 + 2 * 5
-    drafter.generation_config.num_assistant_tokens = 1
-    assert run(pair, tmp_path, {"d": drafter})["drafters"][0]["id"] != second["drafters"][0]["id"]
+    settings, ids = EvaluationSettings((0.0,), 4), []
+    for change in (
+        lambda: None,
+        lambda: drafter.norm.weight.data.mul_(1.5),
+        lambda: setattr(drafter.generation_config, "num_assistant_tokens", 1),
+    ):
+        change()
+        ids.append(run(pair, tmp_path, {"d": drafter}, settings, ONE)["drafters"][0]["id"])
+    assert len(set(ids)) == 3
+    assert [row["drafter"] for row in lines(tmp_path)] == ["plain", *ids]
+
+
+def test_every_kind_of_drafter_is_told_from_the_others(pair, tmp_path):
+    """The paper's comparison: with and without heads, and the autoregressive baseline."""
+    drafters = {
+        "markov": make_drafter(),
+        "rnn": make_drafter(markov="rnn"),
+        "dflash": make_drafter(markov=None, confidence=False),
+        "eagle3": make_eagle3(),
+    }
+    results = run(pair, tmp_path, drafters, EvaluationSettings((0.0,), 4), ONE)
+    methods = [fact["method"] for fact in results["drafters"]]
+    assert methods == ["DSpark (vanilla)", "DSpark (rnn)", "DFlash", "Eagle3"]
+    assert [fact["num_layers"] for fact in results["drafters"]] == [2, 2, 2, 1]
+    assert all(result["pooled"]["same_text_as_plain"] == 1 for result in results["results"])
+    known = [result["pooled"]["confidence"] is not None for result in results["results"]]
+    assert known == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -216,8 +241,7 @@ def test_more_training_makes_another_drafter(pair, tmp_path):
 )
 def test_other_settings_need_another_folder(pair, tmp_path, changed, message):
     """Named with both values, before anything runs."""
-    small = [PromptSet("gsm8k", ("buoy",), "")]
-    run(pair, tmp_path, sets=small)
+    run(pair, tmp_path, sets=ONE)
     settings = EvaluationSettings(**{"temperatures": (0.0,), "max_new_tokens": 16, **changed})
     with pytest.raises(ValueError, match=message):
         run(pair, tmp_path, settings=settings)

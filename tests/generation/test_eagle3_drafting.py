@@ -16,9 +16,10 @@ from test_sampling import (
     small_target,
     verify_rows,
 )
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
 
-from dspark_hf import DSparkDecoderOnlyOutput, collect_statistics
+from dspark_hf import DSparkCandidateGenerator, DSparkDecoderOnlyOutput, collect_statistics
+from dspark_hf.generation.settings import DraftSettings
 from tiny import (
     FAMILIES,
     HIDDEN,
@@ -244,6 +245,34 @@ def test_custom_generate_and_dict_output():
         torch.stack(output.scores), torch.stack(plain.scores), atol=1e-4, rtol=1e-4
     )
     assert output.statistics.drafted > 0
+
+
+def test_the_hosts_own_loop_pairs_features_and_tokens():
+    """B014: the host's protocol, in the host's loop: every feature with the token behind it."""
+    target, prompt = make_target(), make_prompt()
+    expected = greedy(target, prompt)
+    drafter, seen = make_scripted(make_eagle3(), expected, 2), []
+    extend = drafter.extend
+
+    def recording(context, features, token_ids):
+        seen.append(token_ids)
+        extend(context, features, token_ids)
+
+    drafter.extend = recording
+    with DSparkCandidateGenerator(
+        target,
+        drafter,
+        DraftSettings(4, "full", 0.0, greedy_drafts=False),
+        LogitsProcessorList(),
+        do_sample=False,
+        batch_size=1,
+    ) as generator:
+        target._get_candidate_generator = lambda **kwargs: generator
+        output = greedy(target, prompt, make_target(seed=5))
+    assert torch.equal(output, expected)
+    ids = torch.cat(seen, dim=1)
+    assert len(seen) > 4
+    assert torch.equal(ids, expected[:, 1 : 1 + ids.shape[1]])
 
 
 def test_confidence_threshold_is_said_to_be_without_effect(caplog):

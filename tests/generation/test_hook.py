@@ -303,7 +303,7 @@ def test_the_hosts_own_loop_accepts_the_candidate_generator():
     expected = greedy(target)
     for num_right in range(5):
         drafter = make_scripted(make_drafter(), expected, num_right)
-        settings = DraftSettings(4, "full", 0.0, greedy_drafts=False)
+        settings = DraftSettings(4)
         with DSparkCandidateGenerator(
             target, drafter, settings, LogitsProcessorList(), do_sample=False, batch_size=1
         ) as generator:

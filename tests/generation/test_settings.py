@@ -210,7 +210,7 @@ def test_two_calls_are_the_same():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("dspark_verification", "scheduled", "'full' or 'threshold'"),
+        ("dspark_verification", "always", "'full', 'threshold' or 'scheduled'"),
         ("dspark_confidence_threshold", 1.5, "between 0 and 1"),
         ("dspark_confidence_threshold", "high", "between 0 and 1"),
         ("dspark_draft_sampling", "argmax", "'sample' or 'greedy'"),

@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
-            self.server.created[name] = bool(asked.get("private"))
+            self.server.created[name] = asked.get("visibility") == "private"
             return self.reply({"url": f"{endpoint}/{name}", "name": name})
         if self.path == "/api/validate-yaml":
             return self.reply({"warnings": [], "errors": []})

@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import edit_config, edit_tensors, no_weights_loaded, read_json
+from checkpoints import GOLDEN, edit_config, edit_tensors, no_weights_loaded, read_json
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
 from dspark_hf.loading.adapting import halves_first
 from dspark_hf.loading.description import describe
+from dspark_hf.loading.dialects import read_dialect
+from dspark_hf.loading.files import TensorInfo
 from published import (
     RESIDUE,
     body_keys,
@@ -288,6 +290,22 @@ def test_the_other_layout_can_be_forced(tmp_path):
     assert describe(str(folder), block_layout="anchor_first")["block_size"] == 5
 
 
+def test_the_depth_of_the_target_is_taken_where_it_is_not_stated(tmp_path):
+    """B070: compared where it is stated, checked against the taps where it is not."""
+    folder, _ = specforge(tmp_path)
+    assert DSparkDrafter.from_pretrained(folder, num_target_layers=4).config.num_target_layers == 4
+    with pytest.raises(ValueError, match=r"num_target_layers=9 was given, and config.json says 4"):
+        DSparkDrafter.from_pretrained(folder, num_target_layers=9)
+    speculators = GOLDEN.parent / "golden_speculators" / "dspark_full"
+    told = DSparkDrafter.from_pretrained(speculators, num_target_layers=8)
+    assert told.config.num_target_layers == 8
+    with pytest.raises(ValueError, match="contains 6, but a target of 6 layers"):
+        DSparkDrafter.from_pretrained(speculators, num_target_layers=6)
+    told.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="dspark layout, which states its facts"):
+        DSparkDrafter.from_pretrained(tmp_path / "own", block_layout="infill")
+
+
 def test_shifted_labels_make_a_dflash_drafter_anchor_first(tmp_path):
     """T1: `shift_label` in a DFlash file."""
     folder, _ = zlab(tmp_path)
@@ -472,3 +490,83 @@ def test_headless_drafters_of_this_family_draft_by_argmax(tmp_path):
     assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling == "greedy"
     folder, _ = specforge(tmp_path / "dspark")
     assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling is None
+
+
+# -- released sizes --------------------------------------------------------------------------------
+
+SIZES_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "num_target_layers": 36,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "layer_types": ["full_attention"] * 5,
+}
+SIZES_8B = {**SIZES_4B, "hidden_size": 4096, "intermediate_size": 12288}
+SECTION = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+HEADS = {"projector_type": "dspark", "markov_rank": 256, "markov_head_type": "vanilla"}
+
+
+def on_meta(raw, dialect, tensors=()):
+    stored = {name: TensorInfo("BF16", (1, 1), "model.safetensors") for name in tensors}
+    reading = read_dialect(raw, dialect, "published", stored)
+    with torch.device("meta"):
+        return reading, DSparkDrafter(reading.config).state_dict()
+
+
+def total(state):
+    return sum(tensor.numel() for tensor in state.values())
+
+
+def test_released_sizes_of_the_dflash_family():
+    """T7: DeepSpec's counts without embedding and head, which these files do not have."""
+    zlab = {"architectures": ["DFlashDraftModel"], **SIZES_8B, "block_size": 16}
+    _, state = on_meta({**zlab, "dflash_config": SECTION}, "dflash")
+    assert (len(state), total(state)) == (58, 1_048_626_432)
+    section = {**SECTION, **HEADS, "enable_confidence_head": True}
+    section["confidence_head_with_markov"] = True
+    specforge = {"architectures": ["DSparkDraftModel"], **SIZES_4B, "block_size": 7}
+    bias = ("confidence_head.proj.bias",)
+    _, state = on_meta({**specforge, "dflash_config": section}, "specforge", bias)
+    assert (len(state), total(state)) == (62, 615_221_249)
+    assert state["confidence_head.proj.weight"].shape == (1, 2816)
+    flat = {**SECTION, **HEADS, "shift_label": True, "use_confidence_head": True}
+    flat["confidence_head_with_markov"] = True
+    names = ("confidence_proj.bias", "markov_w1.weight", "markov_w2.weight")
+    modelopt = {**specforge, "architectures": ["DFlashDraftModel"], "block_size": 16}
+    reading, state = on_meta({**modelopt, "dflash_config": flat}, "modelopt", names)
+    assert (len(state), total(state)) == (62, 615_221_249)
+    assert (reading.config.block_size, reading.config.block_width) == (16, 16)
+    assert reading.renames["markov_w2.weight"] == "markov_head.markov_w2.weight"
+
+
+def test_released_sizes_of_the_speculators_layout():
+    """T16: 32,000 rows in head and W2, 151,936 in embedding and W1."""
+    body = {key: SIZES_8B[key] for key in SIZES_8B if key != "num_target_layers"}
+    raw = {
+        "speculators_model_type": "dspark",
+        "architectures": ["DSparkSpeculator"],
+        "transformer_layer_config": body,
+        "block_size": 8,
+        "mask_token_id": 151669,
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "sample_from_anchor": True,
+        "draft_vocab_size": 32000,
+    }
+    names = ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
+    reading, state = on_meta(raw, "speculators", names)
+    assert reading.config.target_layer_ids == [1, 9, 17, 25, 33]
+    # 64 tensors and the map; rank, both heads and their inputs are the container's defaults.
+    assert len(state) == 65
+    assert state["markov_head.markov_w1.weight"].shape == (151936, 256)
+    assert state["markov_head.markov_w2.weight"].shape == (32000, 256)
+    assert state["lm_head.weight"].shape == (32000, 4096)
+    assert state["draft_to_target"].shape == (32000,)
+    missing_rows = (151936 - 32000) * (4096 + 256)
+    assert total(state) == 2_371_081_729 - missing_rows + 32000

@@ -39,13 +39,22 @@ def follow(path):
 # -- the unrolled path -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_unrolled_step_equals_drafting_at_that_place(attention):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_implementation": "sdpa"},
+        {"attn_implementation": "eager"},
+        {"recycles_normed_output": True},
+        {"feature_norm": "per_tap", "norm_before_residual": True},
+    ],
+    ids=str,
+)
+def test_every_unrolled_step_equals_drafting_at_that_place(options):
     """Every anchor of the sequence, every step: the same hidden states as the drafting calls."""
-    drafter = make_eagle3(attn_implementation=attention)
+    drafter = make_eagle3(**options)
     ids, features, _ = make_batch()
     with torch.no_grad():
-        hidden = unroll(drafter, drafter.embed_tokens, ids, features, STEPS)
+        hidden = unroll(drafter, drafter.new_context(2), ids, features, STEPS)
     assert hidden.shape == (2, LENGTH, STEPS, HIDDEN)
     for row in range(2):
         context = drafter.new_context(1)
@@ -68,8 +77,8 @@ def test_padding_on_the_right_changes_nothing_before_it():
     ids, features, _ = make_batch()
     padded = functional.pad(ids, (0, 3)), functional.pad(features, (0, 0, 0, 3), value=7.0)
     with torch.no_grad():
-        short = unroll(drafter, drafter.embed_tokens, ids, features, 1)
-        long = unroll(drafter, drafter.embed_tokens, *padded, 1)
+        short = unroll(drafter, drafter.new_context(2), ids, features, 1)
+        long = unroll(drafter, drafter.new_context(2), *padded, 1)
     torch.testing.assert_close(long[:, : LENGTH - 1], short[:, : LENGTH - 1])
 
 
@@ -93,7 +102,7 @@ def test_supervised_steps_by_hand():
 
 def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
     """Everything written out, row by row."""
-    hidden = unroll(drafter, drafter.embed_tokens, ids, features, steps)
+    hidden = unroll(drafter, drafter.new_context(len(ids)), ids, features, steps)
     token_ids = drafter.draft_to_target if drafter.config.draft_vocab_size else slice(None)
     cap = drafter.config.final_logit_softcapping
     loss = torch.zeros(())
@@ -205,6 +214,25 @@ def test_a_drafter_that_is_the_teacher_is_always_accepted():
     torch.testing.assert_close(metrics["acceptance"], torch.ones(STEPS))
     assert metrics["count"].tolist() == [5, 4, 3, 2]
     torch.testing.assert_close(metrics["accepted_length"], torch.tensor(1 + 14 / 5))
+
+
+def test_agreement_is_about_the_targets_tokens():
+    """B082: the row of a reduced head is not the token's id."""
+    drafter = make_eagle3(draft_vocab_size=20)
+    drafter.draft_to_target.copy_(torch.arange(20) * 3 + 5)
+    # All rows alike, so the first one is the argmax: token 5.
+    drafter.lm_head.weight.data.zero_()
+    ids, features, last_hidden = make_batch()
+    for token, agreement in ((5, 1.0), (0, 0.0)):
+        _, metrics = eagle3_objective(
+            drafter,
+            ids,
+            torch.ones_like(ids),
+            features,
+            last_hidden,
+            lambda rows, token=token: functional.one_hot(rows[:, 0].long() * 0 + token, VOCAB),
+        )
+        assert metrics["agreement"].tolist() == [agreement] * STEPS
 
 
 def test_nothing_to_learn():

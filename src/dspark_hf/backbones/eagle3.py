@@ -16,28 +16,34 @@ from torch import nn
 from transformers import Cache
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm,
-    Gemma4TextConfig,
     Gemma4TextDecoderLayer,
     Gemma4TextRotaryEmbedding,
 )
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Config,
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
 )
 
+from ..configuration_eagle3 import Eagle3Config
 from .dense import Rotary
 
-DECODER_LAYERS = ("DenseEagle3Layer", "Gemma4Eagle3Layer")
+DECODER_LAYERS = ("DenseEagle3Layer", "LlamaEagle3Layer", "Gemma4Eagle3Layer")
 
 
 class DenseEagle3Layer(Qwen3DecoderLayer):
     """Qwen3's layer over pairs of embedding and hidden state."""
 
-    def __init__(self, config: Qwen3Config):
-        super().__init__(config, 0)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    def __init__(self, config: Eagle3Config):
+        backbone = config.backbone_config
+        super().__init__(backbone, 0)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = Qwen3RMSNorm(backbone.hidden_size, eps=backbone.rms_norm_eps)
         _widen(self.self_attn)
 
     def attention_input(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -59,19 +65,43 @@ class DenseEagle3Layer(Qwen3DecoderLayer):
             attention_mask=attention_mask,
             cache=cache,
         )
-        hidden = hidden + attended
+        hidden = self.residual(hidden) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the residual stream starts from."""
+        return self.hidden_norm(hidden) if self.norm_before_residual else hidden
+
+
+class LlamaEagle3Layer(LlamaDecoderLayer):
+    """Llama's layer over pairs of embedding and hidden state: no norms of queries and keys."""
+
+    def __init__(self, config: Eagle3Config):
+        backbone = config.backbone_config
+        super().__init__(backbone, 0)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = LlamaRMSNorm(backbone.hidden_size, eps=backbone.rms_norm_eps)
+        # Keys of context rows are normed where the family has such norms; this one has none.
+        self.self_attn.k_norm = nn.Identity()
+        _widen(self.self_attn)
+
+    attention_input = DenseEagle3Layer.attention_input
+    forward = DenseEagle3Layer.forward
+    residual = DenseEagle3Layer.residual
 
 
 class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
     """Gemma 4's full-attention layer over pairs of embedding and hidden state."""
 
-    def __init__(self, config: Gemma4TextConfig):
-        super().__init__(config, 0)
-        self.hidden_norm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    def __init__(self, config: Eagle3Config):
+        backbone = config.backbone_config
+        super().__init__(backbone, 0)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = Gemma4RMSNorm(backbone.hidden_size, eps=backbone.rms_norm_eps)
         _widen(self.self_attn)
 
     attention_input = DenseEagle3Layer.attention_input
+    residual = DenseEagle3Layer.residual
 
     def forward(  # type: ignore[override]
         self,
@@ -89,24 +119,40 @@ class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
             shared_kv_states={},
             cache=cache,
         )
-        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = self.residual(hidden) + self.post_attention_layernorm(attended)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
         return (hidden + self.post_feedforward_layernorm(fed_forward)) * self.layer_scalar
 
 
-def build_layers(config: Any) -> dict[str, nn.Module]:
-    """The draft layer (in a list of one), the final norm and the rotary embedding."""
-    if config.model_type == "gemma4_text":
-        return {
-            "layers": nn.ModuleList([Gemma4Eagle3Layer(config)]),
-            "norm": Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-            "rotary_emb": Gemma4TextRotaryEmbedding(config),
-        }
-    return {
-        "layers": nn.ModuleList([DenseEagle3Layer(config)]),
-        "norm": Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-        "rotary_emb": Qwen3RotaryEmbedding(config),
+def build_layers(config: Eagle3Config) -> dict[str, nn.Module]:
+    """
+    The draft layer (in a list of one), the final norm, the rotary embedding and the norms in front
+    of the context projection.
+    """
+    backbone = config.backbone_config
+    layer: Any
+    norm: Any
+    rotary: Any
+    layer, norm, rotary = {
+        "qwen3": (DenseEagle3Layer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+        "llama": (LlamaEagle3Layer, LlamaRMSNorm, LlamaRotaryEmbedding),
+        "gemma4_text": (Gemma4Eagle3Layer, Gemma4RMSNorm, Gemma4TextRotaryEmbedding),
+    }[backbone.model_type]
+    eps, num_taps, width = (
+        backbone.rms_norm_eps,
+        len(config.target_layer_ids),
+        config.target_hidden_size,
+    )
+    modules = {
+        "layers": nn.ModuleList([layer(config)]),
+        "norm": norm(backbone.hidden_size, eps=eps),
+        "rotary_emb": rotary(backbone),
     }
+    if config.feature_norm == "joint":
+        modules["input_norm"] = norm(num_taps * width, eps=eps)
+    elif config.feature_norm == "per_tap":
+        modules["fc_norm"] = nn.ModuleList(norm(width, eps=eps) for _ in range(num_taps))
+    return modules
 
 
 def _widen(attention: nn.Module) -> None:

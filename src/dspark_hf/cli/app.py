@@ -9,23 +9,28 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .options import (
+    Drafter,
+    Dtype,
+    DtypeOption,
+    Json,
+    NewTokens,
+    Target,
+    Threads,
+    Threshold,
+    writable,
+)
+from .scheduling import commands as scheduling_commands
+
 app = typer.Typer(
     name="dspark-hf",
     help="DSpark speculative decoding inside Hugging Face generate().",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(scheduling_commands)
 console = Console()
 errors = Console(stderr=True)
-
-
-class Dtype(StrEnum):
-    """Precisions that a target is loaded in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    auto = "auto"
 
 
 class ExportLayout(StrEnum):
@@ -41,30 +46,6 @@ class SweepAxis(StrEnum):
 
     layers = "layers"
     block_size = "block-size"
-
-
-Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
-Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-Threshold = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="Confidence that cuts a block; default: the drafter's own."),
-]
-
-
-def _writable(path: Path | None) -> Path | None:
-    """Known before the models load, and not after the whole run."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {path} does not exist")
-    return path
-
-
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", callback=_writable, help="Also write the result as JSON here."),
-]
 
 
 def main() -> None:
@@ -116,6 +97,9 @@ def inspect(
         str | None,
         typer.Option(help="anchor_first or infill, over what the checkpoint says."),
     ] = None,
+    num_target_layers: Annotated[
+        int | None, typer.Option(help="Depth of the target, for EAGLE-3 files that need it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
@@ -123,7 +107,7 @@ def inspect(
     from .tables import description_table
 
     hub = {"revision": revision} if revision else {}
-    description = describe(source, block_layout=layout, **hub)
+    description = describe(source, block_layout=layout, num_target_layers=num_target_layers, **hub)
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:
@@ -312,7 +296,7 @@ def evaluate(
 @app.command()
 def sweep(
     results: Annotated[list[Path], typer.Argument(help="results.json files of evaluations.")],
-    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=_writable)],
+    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=writable)],
     by: Annotated[SweepAxis, typer.Option(help="What the drafters differ in.")] = SweepAxis.layers,
     temperature: Annotated[float, typer.Option(min=0, help="Which results to show.")] = 1.0,
 ) -> None:

@@ -14,7 +14,12 @@ from .models import DEFAULT_PROMPTS, Pair, load_pair, machine_facts, read_prompt
 
 _TOP_K = 4
 # Whatever the drafter's own policy is: a check that verifies nothing shows nothing.
-_EVERYTHING = {"dspark_verification": "full", "dspark_confidence_threshold": 0.0}
+_EVERYTHING = {
+    "dspark_verification": "full",
+    "dspark_confidence_threshold": 0.0,
+    "dspark_max_verify_tokens": None,
+    "dspark_draft_skipping": False,
+}
 
 
 def run_check(

@@ -70,13 +70,10 @@ def load_models(
     loads. One whose checkpoint does not say how its blocks are laid out is probed, unless `settle`
     is `False`.
     """
-    if threads:
-        torch.set_num_threads(threads)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     read = [load_drafter(drafter, torch_dtype) for drafter in drafters]
-    source = smollm2_source() if target == SMOLLM2 else target
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device)
+    model, source = load_target(target, dtype, threads)
+    device = model.device
     tokenizer, draft_models = AutoTokenizer.from_pretrained(source), []
     for path, (draft_model, is_stated) in zip(drafters, read, strict=True):
         draft_model = draft_model.to(device)
@@ -84,6 +81,16 @@ def load_models(
             draft_model = settle_layout(model, tokenizer, draft_model, path, DEFAULT_PROMPTS[0])
         draft_models.append(draft_model)
     return model, tokenizer, draft_models
+
+
+def load_target(target: str, dtype: str, threads: int) -> tuple[Any, str]:
+    """The target alone, on the best device there is, and where it was found."""
+    if threads:
+        torch.set_num_threads(threads)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    source = smollm2_source() if target == SMOLLM2 else target
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device), source
 
 
 def smollm2_source() -> str:

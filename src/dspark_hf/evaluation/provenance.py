@@ -17,7 +17,7 @@ def machine_facts(target: Any) -> dict[str, Any]:
     """Device, threads, precision, attention and versions that a target runs with."""
     return {
         "device": str(target.device),
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.config._attn_implementation,
@@ -26,7 +26,8 @@ def machine_facts(target: Any) -> dict[str, Any]:
     }
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The accelerator, or the model of the CPU."""
     if torch.accelerator.is_available():
         return str(torch.accelerator.current_accelerator())
     cpuinfo = Path("/proc/cpuinfo")

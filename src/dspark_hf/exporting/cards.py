@@ -1,6 +1,7 @@
 """Model cards whose every figure comes from the drafter's config or from a result file."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ differently, so a near-tie can fall the other way.
 (thinking, another system prompt), lowers accepted length, not correctness."""
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
+def read_result(path: str | os.PathLike) -> dict[str, Any]:
     """
     The JSON result of `dspark-hf bench`, `dspark-hf evaluate` or a training run.
 

@@ -75,6 +75,9 @@ def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
     kinds = getattr(body, "layer_types", None) or ["full_attention"]
     is_gemma = body.model_type == "gemma4_text"
     obstacles = {
+        f"{body.model_type} layers (DeepSpec draft layers are Qwen3's or Gemma 4's)": (
+            body.model_type not in _DEEPSPEC_ARCHITECTURES
+        ),
         "an infill block (the anchor slot of DeepSpec blocks predicts)": not config.anchor_predicts,
         "causal draft layers": bool(config.causal_layers),
         "sliding draft layers": "sliding_attention" in kinds,
@@ -250,7 +253,7 @@ def _layers(body: PreTrainedConfig) -> dict[str, Any]:
     # The host keeps Gemma 4's full-attention sizes by layer; published files name them.
     by_layer = raw.pop("per_layer_config", None) or {}
     if body.model_type == "gemma4_text":
-        own = next(iter(by_layer.values()), {})
+        own: dict[str, Any] = next(iter(by_layer.values()), {})
         raw["global_head_dim"] = own.get("head_dim", raw.get("head_dim"))
         raw["num_global_key_value_heads"] = own.get(
             "num_key_value_heads", raw.get("num_key_value_heads")

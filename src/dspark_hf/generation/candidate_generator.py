@@ -11,10 +11,10 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..scheduling.round_scheduler import RoundScheduler
 from .path_processors import DraftPathProcessors, read_the_text
-from .settings import THRESHOLD, DraftSettings
+from .settings import DraftSettings
 from .taps import TargetTaps
-from .verification import threshold_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Proposal:
         lengths (`torch.Tensor` of shape `(R,)`): tokens submitted per row.
         num_drafted (`int`): tokens drafted per row.
         confidences (`torch.Tensor` of shape `(R, γ)`, *optional*):
-            conditional confidence of the drafted tokens.
+            conditional confidence of the drafted tokens, calibrated.
         ends_text (`bool`): whether the last submitted token is known to be a stop token.
     """
 
@@ -89,6 +89,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.settings = settings
         self.context = drafter.new_context(batch_size, start_position=start_position, target=target)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids)
+        self.scheduler = RoundScheduler(settings.scheduling, target, drafter, batch_size)
         self._logits_processor = logits_processor
         self._processors_read_text = read_the_text(logits_processor)
         self._stop_ids = stop_ids
@@ -97,13 +98,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._is_text: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
-        self._has_warned = False
 
     def __enter__(self) -> "DSparkCandidateGenerator":
         self.taps.__enter__()
+        self.scheduler.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.scheduler.__exit__(*error)
         self.taps.__exit__(*error)
 
     def capture(self, last: int | None = None) -> None:
@@ -134,6 +136,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._captured is None:
             return
         features, self._captured = self._captured[:, :num_positions], None
+        if num_positions is not None:
+            self.scheduler.record(num_positions * features.shape[0], features.shape[0])
         # Whether the drafter runs again is known only later; projecting these rows can wait until
         # then.
         self._pending = (
@@ -149,7 +153,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit (`int`): most tokens that can be used; 0 skips drafting.
         """
         limit = min(limit, self.settings.num_draft_tokens)
-        if limit <= 0:
+        if limit <= 0 or not self.scheduler.should_draft():
+            self.scheduler.submit(input_ids.shape[0], drafted=False)
             return Proposal.empty(input_ids[:, -1])
         self._extend(input_ids)
         self.context.limit = limit
@@ -165,26 +170,21 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
         num_drafted = block.tokens.shape[1]
         usable, ends_text = self._usable(block.tokens, min(limit, num_drafted))
-        width = usable
-        lengths = block.tokens.new_full((block.tokens.shape[0],), width)
-        confidences = None
-        if block.confidence_logits is not None:
-            confidences = block.confidence_logits.sigmoid()
-            if self.settings.verification == THRESHOLD:
-                kept = threshold_lengths(
-                    block.confidence_logits, self.settings.confidence_threshold
-                )
-                lengths = lengths.minimum(kept)
-                width = int(lengths.max())
-        elif self.settings.verification == THRESHOLD:
-            self._warn_without_confidence()
+        logits = block.confidence_logits
+        if logits is not None:
+            logits = self.scheduler.calibrated(logits)
+        limits = block.tokens.new_full((block.tokens.shape[0],), usable)
+        lengths = self.scheduler.verify_lengths(logits, limits)
+        # Reading a tensor waits for the device.
+        width = usable if lengths is limits else int(lengths.max())
+        self.scheduler.submit(lengths.shape[0] * (1 + width), drafted=True)
         device = input_ids.device
         return Proposal(
             tokens=block.tokens[:, :width].to(device),
             logits=block.logits[:, :width].to(device) if self._do_sample else None,
             lengths=lengths.to(device),
             num_drafted=num_drafted,
-            confidences=confidences,
+            confidences=None if logits is None else logits.double().sigmoid(),
             ends_text=ends_text and width == usable,
         )
 
@@ -265,11 +265,3 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
     ) -> None:
         """Part of the host's protocol; the number of drafted tokens is fixed by the settings."""
-
-    def _warn_without_confidence(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "dspark_verification='threshold' needs a confidence head, and this drafter has "
-                "none; every drafted token is verified."
-            )

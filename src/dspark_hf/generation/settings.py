@@ -8,15 +8,15 @@ keywords and changes nothing else.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig
 
+from ..scheduling.settings import SchedulingSettings, check_choice, resolve_scheduling
+
 logger = logging.getLogger(__name__)
 
-FULL, THRESHOLD = "full", "threshold"
-VERIFICATION_POLICIES = (FULL, THRESHOLD)
 SAMPLE, GREEDY = "sample", "greedy"
 DRAFT_SAMPLING = (SAMPLE, GREEDY)
 
@@ -28,16 +28,13 @@ class DraftSettings:
 
     Attributes:
         num_draft_tokens (`int`): most draft tokens submitted per row and round, 0 to γ.
-        verification (`str`): `"full"` or `"threshold"`.
-        confidence_threshold (`float`):
-            conditional confidence below which the block is cut; 0 is off.
         greedy_drafts (`bool`): whether drafts are argmax choices even when the target samples.
+        scheduling ([`SchedulingSettings`]): how many of them are verified.
     """
 
     num_draft_tokens: int
-    verification: str
-    confidence_threshold: float
-    greedy_drafts: bool
+    greedy_drafts: bool = False
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
 
 def resolve_settings(
@@ -55,43 +52,23 @@ def resolve_settings(
     Raises:
         `ValueError`: a field has a value it cannot have.
     """
-    threshold = _lookup("dspark_confidence_threshold", generation_config, drafter_config)
-    threshold = 0.0 if threshold is None else threshold
-    if (
-        isinstance(threshold, bool)
-        or not isinstance(threshold, int | float)
-        or not 0 <= threshold <= 1
-    ):
-        raise ValueError(
-            "dspark_confidence_threshold must be a probability between 0 and 1 (0 or None is "
-            f"off), found {threshold!r}."
-        )
-    verification = _lookup("dspark_verification", generation_config, drafter_config)
-    set_here = vars(generation_config)
-    if "dspark_confidence_threshold" in set_here and "dspark_verification" not in set_here:
-        # A threshold that outranks the drafter's policy selects its own.
-        verification = None
-    if verification is None:
-        verification = THRESHOLD if threshold > 0 else FULL
-    _check_choice("dspark_verification", verification, VERIFICATION_POLICIES)
-    sampling = _lookup("dspark_draft_sampling", generation_config, drafter_config) or SAMPLE
-    _check_choice("dspark_draft_sampling", sampling, DRAFT_SAMPLING)
+
+    def is_set_by_call(name: str) -> bool:
+        # An instance attribute was set by somebody, be it to None; the class attribute means nobody
+        # did.
+        return name in vars(generation_config)
+
+    def lookup(name: str) -> Any:
+        source = generation_config if is_set_by_call(name) else drafter_config
+        return getattr(source, name, None)
+
+    sampling = lookup("dspark_draft_sampling") or SAMPLE
+    check_choice("dspark_draft_sampling", sampling, DRAFT_SAMPLING)
     return DraftSettings(
         num_draft_tokens=_num_draft_tokens(generation_config, drafter_config, block_size),
-        verification=verification,
-        confidence_threshold=float(threshold),
         greedy_drafts=sampling == GREEDY,
+        scheduling=resolve_scheduling(lookup, is_set_by_call, block_size),
     )
-
-
-def _lookup(
-    name: str, generation_config: GenerationConfig, drafter_config: GenerationConfig
-) -> Any:
-    # An instance attribute was set by somebody, be it to None; the class attribute means nobody
-    # did.
-    if name in vars(generation_config):
-        return getattr(generation_config, name)
-    return getattr(drafter_config, name, None)
 
 
 def _num_draft_tokens(
@@ -117,8 +94,3 @@ def _num_draft_tokens(
             block_size,
         )
     return min(number, block_size)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it can be {' or '.join(map(repr, choices))}.")

@@ -21,7 +21,7 @@ from .detection import (
     UnsupportedCheckpointError,
     detect_dialect,
 )
-from .dialects import read_dialect
+from .dialects import read_dialect, refuse_stated
 from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
@@ -38,8 +38,15 @@ logger = logging.getLogger(__name__)
 # The one tensor of a drafter that holds token ids.
 DRAFT_TO_TARGET = "draft_to_target"
 
-# What the host's classes raise when a value of config.json has a wrong type or size.
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
+# What the host's classes and torch raise when a value of config.json has a wrong type or size.
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,12 @@ class CheckpointFacts:
 
 
 def read_facts(
-    cls: Any, source: str, download_weights: bool, block_layout: str | None = None, **hub: Any
+    cls: Any,
+    source: str,
+    download_weights: bool,
+    block_layout: str | None = None,
+    num_target_layers: int | None = None,
+    **hub: Any,
 ) -> CheckpointFacts:
     """
     Read and check everything but the weights.
@@ -71,6 +83,8 @@ def read_facts(
         download_weights (`bool`): fetch weight files, or only their headers.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
 
     Raises:
         `ValueError` or `OSError`: see [`DSparkDrafter.from_pretrained`].
@@ -84,11 +98,12 @@ def read_facts(
     dialect = detect_dialect(raw, source, tensors)
     try:
         if dialect == DEEPSEEK_V4:
+            refuse_stated(source, dialect, block_layout, num_target_layers)
             reading = deepseek_v4.read_deepseek_v4(ConfigReader(raw, source, tensors), **hub)
             own = meta_state(cls, reading.config)
             deepseek_v4.check_stored(own, reading.config, tensors, source)
         else:
-            reading = read_dialect(raw, dialect, source, tensors, block_layout)
+            reading = read_dialect(raw, dialect, source, tensors, block_layout, num_target_layers)
             check_tensors(cls, reading, tensors, source)
     except _MALFORMED as error:
         raise ValueError(
@@ -189,8 +204,8 @@ def load_drafter(
         )
     source = os.fspath(source)
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-    layout = kwargs.pop("block_layout", None)
-    facts = read_facts(cls, source, download_weights=True, block_layout=layout, **hub)
+    told = {key: kwargs.pop(key, None) for key in ("block_layout", "num_target_layers")}
+    facts = read_facts(cls, source, download_weights=True, **told, **hub)
     for warning in facts.reading.warnings:
         logger.warning("%s: %s", source, warning)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.

@@ -9,6 +9,7 @@ from .reading import (
     ConfigReader,
     Reading,
     block_layout,
+    check_depth,
     draft_vocabulary,
     vocabulary_tensors,
 )
@@ -153,6 +154,7 @@ def _gemma4_body(reader: ConfigReader) -> dict[str, Any]:
             f"config.json says enable_moe_block={moe}, hidden_size_per_layer_input={per_layer}."
         )
     fields = {key: reader.require(key, key) for key in _GEMMA4_REQUIRED}
+    check_depth(reader, fields["num_hidden_layers"])
     optional = {key: reader.get(key, key) for key in _GEMMA4_OPTIONAL}
     fields |= {key: value for key, value in optional.items() if value is not None}
     if fields["attention_k_eq_v"]:

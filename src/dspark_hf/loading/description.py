@@ -12,7 +12,12 @@ from .detection import DEEPSEEK_V4
 from .files import num_bytes, read_config
 
 
-def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[str, Any]:
+def describe(
+    source: str,
+    block_layout: str | None = None,
+    num_target_layers: int | None = None,
+    **hub: Any,
+) -> dict[str, Any]:
     """
     The normalised facts of a drafter checkpoint, JSON-ready.
 
@@ -24,12 +29,18 @@ def describe(source: str, block_layout: str | None = None, **hub: Any) -> dict[s
         source (`str`): folder or Hub id.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
 
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
     cls = drafter_class(read_config(source, **hub))
-    facts = read_facts(cls, source, download_weights=False, block_layout=block_layout, **hub)
+    told: dict[str, Any] = {
+        "block_layout": block_layout,
+        "num_target_layers": num_target_layers,
+    }
+    facts = read_facts(cls, source, download_weights=False, **told, **hub)
     config, tensors, reading = facts.config, facts.tensors, facts.reading
     bound = []
     if not config.stores_input_embeddings:

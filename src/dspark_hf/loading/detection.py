@@ -16,6 +16,8 @@ OWN_LAYOUTS = (DSPARK, EAGLE3)
 DEEPSPEC = "deepspec"
 DEEPSPEC_EAGLE3 = "deepspec_eagle3"
 SPECULATORS = "speculators"
+SPECULATORS_EAGLE3 = "speculators_eagle3"
+CHAIN_EAGLE3 = "eagle3"
 SPECFORGE = "specforge"
 MODELOPT = "modelopt"
 LFM2 = "lfm2"
@@ -25,12 +27,13 @@ FORK = "fork"
 DEEPSEEK_V4 = "deepseek_v4"
 
 # Layouts that `Eagle3Drafter` reads; the others are `DSparkDrafter`'s.
-EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3)
+EAGLE3_DIALECTS = (EAGLE3, DEEPSPEC_EAGLE3, SPECULATORS_EAGLE3, CHAIN_EAGLE3)
 
 READ_LAYOUTS = (
-    "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark and DFlash, "
+    "its own layout, DeepSpec DSpark, DFlash and Eagle3, speculators DSpark, DFlash and Eagle3, "
     "SpecForge DSpark, ModelOpt DSpark, LiquidAI LFM2.5 DSpark, z-lab DFlash with its relatives, "
-    "and the DSpark drafters inside DeepSeek-V4 targets"
+    "EAGLE-3 of SafeAILab, SpecForge and ModelOpt, and the DSpark drafters inside DeepSeek-V4 "
+    "targets"
 )
 
 DEEPSPEC_BACKBONES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}
@@ -38,7 +41,7 @@ _DEEPSPEC_EAGLE3_BACKBONES = {"Qwen3Eagle3Model": "qwen3", "Gemma4Eagle3Model": 
 _GEMMA4_MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
 
 _EAGLE3 = "an EAGLE-3 drafter"
-_EAGLE3_INSTEAD = "EAGLE-3 drafters of this layout are served by vLLM and SGLang"
+_CHAIN_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _HOST_MODELS = ("muse_glimmer_assistant",)
 
 # Architectures of drafters, for the host's auto classes and for messages.
@@ -74,15 +77,12 @@ _REFUSED_ARCHITECTURES = {
     "DFlash2DraftModel": "another algorithm; serve it with vLLM",
     "DFlareDraftModel": "another algorithm; use the engine of its author",
     "DFlyDraftModel": "another algorithm; use the engine of its author",
-    "LlamaForCausalLMEagle3": _EAGLE3_INSTEAD,
-    "Eagle3LlamaForCausalLM": _EAGLE3_INSTEAD,
-    "Eagle3DeepseekV2ForCausalLM": _EAGLE3_INSTEAD,
-    "Eagle3DraftModel": _EAGLE3_INSTEAD,
+    "Eagle3DeepseekV2ForCausalLM": "latent attention is not built; serve it with vLLM",
+    "Eagle3DraftModel": "its layout is not known without ttt_length; serve it with SGLang",
 }
 
 # Other algorithms in the speculators container.
 _REFUSED_SPECULATORS = {
-    "eagle3": "an EAGLE-3 drafter",
     "eagle": "an EAGLE drafter",
     "peagle": "a P-EAGLE drafter",
     "mtp": "a multi-token-prediction head",
@@ -185,7 +185,8 @@ def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None
     if raw.get("model_type") == DEEPSEEK_V4:
         return DEEPSEEK_V4
     if "speculators_model_type" in raw:
-        return SPECULATORS
+        is_eagle3 = raw["speculators_model_type"] == "eagle3"
+        return SPECULATORS_EAGLE3 if is_eagle3 else SPECULATORS
     if architecture in DEEPSPEC_BACKBONES:
         return DEEPSPEC
     if deepspec_eagle3_backbone(raw):
@@ -198,6 +199,9 @@ def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None
     if architecture in ("DFlashDraftModel", "DSparkDraftModel"):
         has_markov = raw.get("markov_rank") or dflash.get("markov_rank")
         return FORK if has_markov or _has(names, "markov_head.") else DFLASH
+    is_reduced_llama = architecture == "LlamaForCausalLM" and "draft_vocab_size" in raw
+    if architecture in _CHAIN_ARCHITECTURES or is_reduced_llama or _has(names, "midlayer."):
+        return CHAIN_EAGLE3
     return None
 
 
@@ -246,15 +250,11 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
             "a DFlash drafter without a known architecture (dflash_config)",
             "set architectures to what its author trained",
         )
-    if architecture == "LlamaForCausalLM" and "draft_vocab_size" in raw:
-        return f"{_EAGLE3} (LlamaForCausalLM with draft_vocab_size)", _EAGLE3_INSTEAD
-    if _has(names, "midlayer."):
-        return f"{_EAGLE3} (midlayer.* tensors)", _EAGLE3_INSTEAD
     return None
 
 
 def _refused_speculators(kind: Any) -> tuple[str, str] | None:
-    if kind in ("dspark", "dflash"):
+    if kind in ("dspark", "dflash", "eagle3"):
         return None
     name = _REFUSED_SPECULATORS.get(str(kind), "a drafter of an unknown algorithm")
     return (

@@ -7,12 +7,30 @@ from typing import Any
 from ..configuration_dspark import DSparkConfig
 from ..configuration_eagle3 import Eagle3Config
 from .deepspec import read_deepspec
-from .detection import DEEPSPEC, EAGLE3_DIALECTS, OWN_LAYOUTS, SPECULATORS
+from .detection import (
+    CHAIN_EAGLE3,
+    DEEPSPEC,
+    DEEPSPEC_EAGLE3,
+    OWN_LAYOUTS,
+    SPECULATORS,
+    SPECULATORS_EAGLE3,
+)
 from .dflash import read_dflash_family
-from .eagle3 import read_eagle3
+from .eagle3 import read_chain_eagle3, read_eagle3
 from .files import TensorInfo
-from .reading import ConfigReader, Reading
-from .speculators import read_speculators
+from .reading import ConfigReader, Reading, check_depth
+from .speculators import read_speculators, read_speculators_eagle3
+
+# The host's classes have defaults for these, which are no drafter's.
+_OWN_LAYER_FACTS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 def read_dialect(
@@ -21,6 +39,7 @@ def read_dialect(
     source: str,
     tensors: Mapping[str, TensorInfo],
     block_layout: str | None = None,
+    num_target_layers: int | None = None,
 ) -> Reading:
     """
     The checkpoint's facts in the normal form.
@@ -35,28 +54,58 @@ def read_dialect(
         tensors (mapping of `str` to [`TensorInfo`]): the stored tensors.
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
+        num_target_layers (`int`, *optional*):
+            Depth of the target, where the layout does not record it; some EAGLE-3 files leave their
+            taps to a rule over it.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
     """
     reader = ConfigReader(raw, source, tensors)
     if dialect in OWN_LAYOUTS:
-        if block_layout is not None:
-            raise ValueError(
-                f"{source} is in this library's own layout, which says how its blocks are laid "
-                "out; block_layout is for published layouts that do not."
-            )
+        refuse_stated(source, dialect, block_layout, num_target_layers)
         reader.require("backbone_config", "backbone_config")
+        for key in _OWN_LAYER_FACTS:
+            reader.require(key, f"backbone_config.{key}")
+        check_depth(reader, raw["backbone_config"]["num_hidden_layers"])
         own = DSparkConfig if dialect == DSparkConfig.model_type else Eagle3Config
         return Reading(own.from_dict(raw))
     if dialect == DEEPSPEC:
         reading = read_deepspec(reader, block_layout)
-    elif dialect in EAGLE3_DIALECTS:
+    elif dialect == DEEPSPEC_EAGLE3:
         reading = read_eagle3(reader, block_layout)
+    elif dialect == CHAIN_EAGLE3:
+        reading = read_chain_eagle3(reader, block_layout, num_target_layers)
+    elif dialect == SPECULATORS_EAGLE3:
+        reading = read_speculators_eagle3(reader, block_layout)
     elif dialect == SPECULATORS:
         reading = read_speculators(reader, block_layout)
     else:
         reading = read_dflash_family(reader, dialect, block_layout)
+    _settle_depth(reading, num_target_layers, source)
     return dataclasses.replace(
         reading, origins=reader.origins, unread=reader.unread(), warnings=reader.warnings
     )
+
+
+def refuse_stated(source: str, dialect: str, *told: Any) -> None:
+    """Raise `ValueError` where a caller gives facts that the layout states by itself."""
+    if any(value is not None for value in told):
+        raise ValueError(
+            f"{source} is in the {dialect} layout, which states its facts; block_layout and "
+            "num_target_layers are for published layouts that leave them out."
+        )
+
+
+def _settle_depth(reading: Reading, told: int | None, source: str) -> None:
+    """Take the target's depth from the caller where the layout does not record it."""
+    stated = reading.config.num_target_layers
+    if told is None or told == stated:
+        return
+    if stated is not None:
+        raise ValueError(
+            f"{source}: num_target_layers={told} was given, and config.json says {stated}. Leave it "
+            "out; it is for layouts that do not record the target's depth."
+        )
+    reading.config.num_target_layers = told
+    reading.config.validate_drafter()

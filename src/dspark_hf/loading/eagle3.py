@@ -1,11 +1,24 @@
-"""DeepSpec Eagle3 checkpoints in our normal form."""
+"""Eagle3 checkpoints in our normal form: DeepSpec's, and the chain drafters of other trainers."""
+
+from typing import Any
 
 from ..configuration_eagle3 import Eagle3Config
 from .deepspec import common_facts, deepspec_body
 from .detection import deepspec_eagle3_backbone
-from .reading import ConfigReader, Reading
+from .qwen3_body import read_body
+from .reading import (
+    ConfigReader,
+    Reading,
+    draft_vocabulary,
+    refuse_block_layout,
+    vocabulary_tensors,
+)
 
 _TRAINING_KEYS = ("draft_num_hidden_layers", "step_loss_decay", "target_model_name_or_path")
+# Steps that the trainers of this family unroll, which no file of theirs records.
+_UNROLLED = 7
+# The rotary base of the original trainer, whatever the target's is.
+_ORIGINAL_THETA = 10_000.0
 
 
 def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
@@ -17,11 +30,7 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
     """
-    if layout is not None:
-        raise ValueError(
-            f"{reader.source} is an Eagle3 drafter, which drafts token by token and has no blocks; "
-            "leave block_layout out."
-        )
+    refuse_block_layout(reader, layout)
     reader.ignore(*_TRAINING_KEYS)
     block_size = reader.require("block_size", "ttt_length")
     taps = reader.require("target_layer_ids", "target_layer_ids")
@@ -49,3 +58,86 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
         **common_facts(reader),
     )
     return Reading(config)
+
+
+def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | None) -> Reading:
+    """
+    The drafter that an EAGLE-3 checkpoint of SafeAILab, SpecForge or ModelOpt describes.
+
+    Their engines draft trees with it; here it drafts one chain.
+
+    Args:
+        depth (`int`, *optional*):
+            Decoder layers of the target, for files that leave the taps to a rule over them.
+
+    Raises:
+        `ValueError`: a required key is missing, keys contradict each other, or the taps need the
+            target's depth.
+    """
+    refuse_block_layout(reader, layout)
+    renames = {
+        name: "layers.0." + name.removeprefix("midlayer.")
+        for name in reader.tensors
+        if name.startswith("midlayer.")
+    }
+    names = {renames.get(name, name) for name in reader.tensors}
+    body = _chain_body(reader, names)
+    stated = reader.get("num_target_layers", "num_target_layers")
+    vocabulary = vocabulary_tensors(reader)
+    vocabulary["renames"] |= renames
+    per_tap = any(name.startswith("fc_norm.") for name in names)
+    reader.by_rule("feature_norm", "fc_norm.* tensors")
+    reader.by_rule("block_size", f"{_UNROLLED} steps, which these trainers unroll")
+    reader.ignore("eagle_config", "fc_norm")
+    if reader.get("norm_output", "norm_output", "eagle_config.norm_output", default=True) is False:
+        raise ValueError(
+            f"{reader.source}: norm_output is false, so its head reads states without the final "
+            "norm; such drafters are not built here. Serve it with SGLang."
+        )
+    config = Eagle3Config(
+        backbone_config=body,
+        feature_norm="per_tap" if per_tap else None,
+        block_size=_UNROLLED,
+        target_layer_ids=_chain_taps(reader, stated or depth),
+        num_target_layers=stated or depth,
+        target_hidden_size=reader.get("target_hidden_size", "target_hidden_size")
+        or body["hidden_size"],
+        vocab_size=body["vocab_size"],
+        draft_vocab_size=draft_vocabulary(reader, body["vocab_size"]),
+        architectures=["Eagle3Drafter"],
+        **common_facts(reader),
+    )
+    return Reading(config, **vocabulary)
+
+
+def _chain_body(reader: ConfigReader, names: set[str]) -> dict[str, Any]:
+    """One Llama layer, or one with query and key norms if the file has them."""
+    body = read_body(reader, defaults=_chain_defaults(reader), default_theta=_ORIGINAL_THETA)
+    has_norms = "layers.0.self_attn.k_norm.weight" in names
+    reader.by_rule("backbone", "q_norm and k_norm tensors")
+    # A copied list of the target's layers says nothing about the one layer here.
+    fields = {key: value for key, value in body.items() if key != "layer_types"}
+    return {**fields, "num_hidden_layers": 1, "model_type": "qwen3" if has_norms else "llama"}
+
+
+def _chain_defaults(reader: ConfigReader) -> dict[str, Any]:
+    """What the reference derives: a Llama layer's head size, and as many key as query heads."""
+    width, heads = reader.raw.get("hidden_size"), reader.raw.get("num_attention_heads")
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return {}
+    return {"head_dim": width // heads, "num_key_value_heads": heads}
+
+
+def _chain_taps(reader: ConfigReader, depth: int | None) -> list[int]:
+    ids = reader.get("target_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
+    if ids is not None:
+        # Inside `eagle_config` they count layer outputs.
+        return ids
+    if type(depth) is not int or depth < 6:
+        raise ValueError(
+            f"{reader.source}: config.json leaves the taps to the reference's rule (outputs of "
+            "layers 1, L/2 - 1 and L - 4 of a target with L layers) and does not give L. Pass "
+            f"num_target_layers=… of its target (found {depth!r})."
+        )
+    reader.by_rule("target_layer_ids", f"the reference's rule for {depth} layers")
+    return [1, depth // 2 - 1, depth - 4]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .reading import ConfigReader
+from .reading import ConfigReader, check_depth
 
 _DIMENSIONS = (
     "hidden_size",
@@ -31,17 +31,32 @@ _STATIC_ROTARY = ("default", "linear", "yarn", "llama3")
 _RESIDUE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "type")
 
 
-def read_body(reader: ConfigReader) -> dict[str, Any]:
+def read_body(
+    reader: ConfigReader,
+    defaults: dict[str, Any] | None = None,
+    default_theta: float | None = None,
+) -> dict[str, Any]:
     """
     Fields of a Qwen3 config for layouts that keep it at the top level of config.json.
+
+    Args:
+        defaults (`dict`, *optional*): dimensions that the layout's reference derives if absent.
+        default_theta (`float`, *optional*): the rotary base that it has if none is stated.
 
     Raises:
         `ValueError`: a dimension is missing, or attention and rotary keys contradict each other.
     """
-    fields = {key: reader.require(key, key) for key in _DIMENSIONS}
+    fields = {}
+    for key in _DIMENSIONS:
+        if defaults and key in defaults and reader.get(key, key) is None:
+            fields[key] = defaults[key]
+            reader.by_rule(key, "derived, as the reference does")
+        else:
+            fields[key] = reader.require(key, key)
+    check_depth(reader, fields["num_hidden_layers"])
     optional = {key: reader.get(key, key) for key in _OPTIONAL}
     fields |= {key: value for key, value in optional.items() if value is not None}
-    fields["rope_parameters"] = read_rotary(reader)
+    fields["rope_parameters"] = read_rotary(reader, default_theta=default_theta)
     check_layer_types(reader, fields)
     return {
         "model_type": "qwen3",

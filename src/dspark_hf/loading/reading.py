@@ -155,6 +155,23 @@ class ConfigReader:
         return value
 
 
+def check_depth(reader: ConfigReader, depth: Any) -> None:
+    """
+    Raise `ValueError` if config.json and weights differ in the number of draft layers; before a
+    model of that depth is built.
+    """
+    if type(depth) is not int or depth < 1:
+        raise ValueError(
+            f"{reader.source}: num_hidden_layers must be an integer of at least 1, found {depth!r}."
+        )
+    stored = {name.split(".")[1] for name in reader.tensors if name.startswith("layers.")}
+    if stored and len(stored) != depth:
+        raise ValueError(
+            f"{reader.source}: num_hidden_layers is {depth}, and the weights hold {len(stored)} "
+            "draft layers. The two come from different checkpoints, or the files are incomplete."
+        )
+
+
 def block_layout(
     reader: ConfigReader, width: int, stated: bool | None, override: str | None
 ) -> dict[str, Any]:
@@ -189,6 +206,15 @@ def block_layout(
             f"in the {ANCHOR_FIRST if stated else INFILL} layout, found {width!r}."
         )
     return {"block_size": width if stated else width - 1, "anchor_predicts": stated}
+
+
+def refuse_block_layout(reader: ConfigReader, layout: str | None) -> None:
+    """Raise `ValueError` where a block layout is given for a drafter that has no blocks."""
+    if layout is not None:
+        raise ValueError(
+            f"{reader.source} is an Eagle3 drafter, which drafts token by token and has no blocks; "
+            "leave block_layout out."
+        )
 
 
 def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None = None) -> Any:

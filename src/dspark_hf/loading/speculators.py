@@ -8,12 +8,15 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from .qwen3_body import check_layer_types, read_rotary
 from .reading import (
     ConfigReader,
     Reading,
     block_layout,
+    check_depth,
     draft_vocabulary,
+    refuse_block_layout,
     vocabulary_tensors,
 )
 
@@ -90,6 +93,59 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
     return Reading(config, greedy_drafts=not is_dspark, **vocabulary_tensors(reader))
 
 
+def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
+    """
+    The drafter that a speculators Eagle3 checkpoint describes.
+
+    Raises:
+        `ValueError`: a required key is missing, or keys contradict each other.
+    """
+    refuse_block_layout(reader, layout)
+    reader.ignore(*_CONTAINER_KEYS, "embed_requires_grad")
+    body = _read_body(reader)
+    model_type = reader.section(_BODY).get("model_type", "qwen3")
+    target_width = reader.get("target_hidden_size", "target_hidden_size")
+    norm_before_residual = reader.get("norm_before_residual", "norm_before_residual")
+    if norm_before_residual is None:
+        norm_before_residual = True
+        reader.by_rule("norm_before_residual", "absent is true, as in vLLM and in the trainer")
+        reader.warn(
+            "norm_before_residual is absent: read as true, as its trainer and vLLM do; the class "
+            "of the speculators package would read false."
+        )
+    joint = reader.get("feature_norm", "norm_before_fc")
+    per_tap = reader.get("feature_norm", "fc_norm")
+    if joint and per_tap:
+        raise ValueError(
+            f"{reader.source}: norm_before_fc and fc_norm exclude each other, and config.json has "
+            "both. Take it from the original checkpoint."
+        )
+    proposed = _speculative_tokens(reader)
+    if type(proposed) is not int:
+        raise ValueError(
+            f"{reader.source}: speculators_config does not say how many tokens are proposed "
+            f"(speculative_tokens is {proposed!r}). Add the number that it was trained for."
+        )
+    reader.origins["block_size"] = "speculators_config.proposal_methods"
+    config = Eagle3Config(
+        backbone_config={**body, "model_type": model_type},
+        feature_norm="joint" if joint else "per_tap" if per_tap else None,
+        norm_before_residual=bool(norm_before_residual),
+        recycles_normed_output=bool(reader.get("recycles_normed_output", "norm_output")),
+        block_size=proposed,
+        target_layer_ids=_taps(reader, "eagle_aux_hidden_state_layer_ids"),
+        num_target_layers=reader.get("num_target_layers", "num_target_layers"),
+        target_hidden_size=target_width or body["hidden_size"],
+        vocab_size=body["vocab_size"],
+        draft_vocab_size=draft_vocabulary(reader, body["vocab_size"], default=32_000),
+        stores_input_embeddings="embed_tokens.weight" in reader.tensors,
+        stores_output_embeddings="lm_head.weight" in reader.tensors,
+        architectures=["Eagle3Drafter"],
+        dtype=reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
+    )
+    return Reading(config, **vocabulary_tensors(reader))
+
+
 def _read_body(reader: ConfigReader) -> dict[str, Any]:
     """
     `transformer_layer_config` is a difference to the defaults of its class, so the class fills the
@@ -108,13 +164,15 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
             f"read over {' or '.join(_BODY_TYPES)} configs."
         )
     reader.ignore(*(f"{_BODY}.{key}" for key in (*_BODY_KEYS, "model_type", "vocab_size")))
+    if "num_hidden_layers" in raw:
+        check_depth(reader, raw["num_hidden_layers"])
     rope = read_rotary(reader, prefix=f"{_BODY}.", default_theta=_DEFAULT_THETA)
     plain = {
         key: value for key, value in raw.items() if not key.startswith(("rope_", "model_type"))
     }
     complete = AutoConfig.for_model(model_type, **plain)
-    fields = {key: getattr(complete, key, None) for key in (*_BODY_KEYS, "vocab_size")}
-    fields = {key: value for key, value in fields.items() if value is not None}
+    values = ((key, getattr(complete, key, None)) for key in (*_BODY_KEYS, "vocab_size"))
+    fields: dict[str, Any] = {key: value for key, value in values if value is not None}
     # The host forgets the window of a config without `use_sliding_window`; so does the package that
     # wrote it, and its layers then see everything in both directions.
     if not fields.get("sliding_window") and "sliding_attention" in fields.get("layer_types", ()):
@@ -124,6 +182,7 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
             "speculators does."
         )
         fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
+    fields.setdefault("layer_types", ["full_attention"] * fields["num_hidden_layers"])
     check_layer_types(reader, fields)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
         reader.origins[key] = f"{_BODY}.{key}" if key in raw else f"= default of {model_type}"
@@ -131,14 +190,11 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
     return {**fields, "model_type": "qwen3", "rope_parameters": rope}
 
 
-def _taps(reader: ConfigReader) -> list[int]:
+def _taps(reader: ConfigReader, key: str = "aux_hidden_state_layer_ids") -> list[int]:
     """Ids of this container count hidden states: j is the output of layer j - 1."""
-    ids = reader.require("target_layer_ids", "aux_hidden_state_layer_ids")
+    ids = reader.require("target_layer_ids", key)
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(
-            f"{reader.source}: aux_hidden_state_layer_ids must be a list of numbers from 0, found "
-            f"{ids!r}."
-        )
+        raise ValueError(f"{reader.source}: {key} must be a list of numbers from 0, found {ids!r}.")
     offset = reader.get("aux_hidden_state_layer_offset", "aux_hidden_state_layer_offset")
     if offset:
         raise ValueError(

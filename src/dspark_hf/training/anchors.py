@@ -83,18 +83,20 @@ def many_anchor_mask(
     is_text: torch.Tensor,
     block_width: int,
     window: int | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
     """
     Which keys the block rows of all anchors of a sequence see, when they run as one row of queries.
 
     A block sees the context strictly before its anchor (the anchor's own features do not exist when
-    drafting) and its own slots in both directions, and nothing of other blocks.
+    drafting) and its own slots, in both directions unless `causal`, and nothing of other blocks.
 
     Args:
         anchors, is_kept (`torch.Tensor` of shape `(B, A)`): from [`sample_anchors`].
         is_text (`torch.Tensor` of shape `(B, S)`): false at padding.
         block_width (`int`): W.
         window (`int`, *optional*): sliding layers see `window` positions before the anchor.
+        causal (`bool`, *optional*, defaults to `False`): slots see earlier slots of their block.
 
     Returns:
         `torch.Tensor` of shape `(B, 1, A·W, S + A·W)`: true where a query sees a key.
@@ -105,5 +107,9 @@ def many_anchor_mask(
         sees_context &= positions >= anchors[..., None] - window
     sees_context = sees_context.repeat_interleave(block_width, dim=1)
     block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_width)
-    sees_block = (block[:, None] == block).expand(anchors.shape[0], -1, -1)
+    own_block = block[:, None] == block
+    if causal:
+        slot = torch.arange(len(block), device=anchors.device) % block_width
+        own_block = own_block & (slot[:, None] >= slot)
+    sees_block = own_block.expand(anchors.shape[0], -1, -1)
     return torch.cat((sees_context, sees_block), dim=-1)[:, None]

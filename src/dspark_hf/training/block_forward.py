@@ -52,6 +52,12 @@ def block_hidden_states(
         `torch.Tensor` of shape `(B, A, γ, H)`: after the drafter's final norm.
     """
     config, backbone = drafter.config, drafter.backbone
+    if config.sliding_window_per_slot and config.needs_block_mask:
+        raise ValueError(
+            "This drafter measures its sliding windows from each slot (z-lab's layout), and blocks "
+            "are trained with windows measured from the anchor. Set sliding_window_per_slot=False "
+            "in its config to train it so from now on."
+        )
     if config.backbone_config.model_type == "deepseek_v4":
         raise ValueError(
             "Drafters with DeepSeek-V4 layers are loaded and run, and not trained here: their "
@@ -76,13 +82,14 @@ def block_hidden_states(
     hidden = backbone.embed(input_embeddings, blocks.flatten(1), config.backbone_config)
     hidden = hidden.to(projected.dtype)
     rotary = backbone.position_embeddings(drafter.rotary_emb, hidden, block_positions)
-    masks: dict[int | None, torch.Tensor] = {}
-    for layer in drafter.layers:
-        window = getattr(layer.self_attn, "sliding_window", None)
-        if window not in masks:
-            mask = many_anchor_mask(anchors, is_kept, is_text, width, window)
-            masks[window] = _for_kernel(mask, config._attn_implementation, hidden.dtype)
-        hidden = backbone.run_layer(layer, hidden, rotary, cache, masks[window])
+    masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+    for i, layer in enumerate(drafter.layers):
+        window, causal = getattr(layer.self_attn, "sliding_window", None), i in config.causal_layers
+        if (window, causal) not in masks:
+            mask = many_anchor_mask(anchors, is_kept, is_text, width, window, causal)
+            mask = _for_kernel(mask, config._attn_implementation, hidden.dtype)
+            masks[window, causal] = mask
+        hidden = backbone.run_layer(layer, hidden, rotary, cache, masks[window, causal])
     hidden = drafter.norm(hidden).view(num_rows, num_anchors, width, -1)
     return hidden if config.anchor_predicts else hidden[:, :, 1:]
 

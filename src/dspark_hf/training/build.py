@@ -215,10 +215,19 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
         for name, tensor in state.items()
         if name in own and tensor.shape == own[name].shape and name != "draft_to_target"
     }
+    # A layer is taken over whole: norms of a layer whose projections do not fit are of no use.
+    torn = tuple(f"{_layer(name)}." for name in own if _layer(name) and name not in fitting)
+    fitting = {name: tensor for name, tensor in fitting.items() if not name.startswith(torn)}
     if not any(name.startswith("layers.") for name in fitting):
         raise ValueError("Cannot warm-start: no draft layer of the source has a fitting shape.")
     drafter.load_state_dict({**own, **fitting})
     return sorted(set(own) - set(fitting) - {"draft_to_target"})
+
+
+def _layer(name: str) -> str | None:
+    """`layers.3` of the weights of a layer."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else None
 
 
 def _rows_of(drafter: DSparkDrafter, source: DSparkDrafter) -> torch.Tensor | None:

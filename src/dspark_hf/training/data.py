@@ -201,8 +201,9 @@ def _prepared(
             f"{where}: token id {max(ids)}, but the tokenizer has {vocab_size} tokens. The row was "
             "made with another tokenizer."
         )
-    in_order = [0]
-    for span in spans if isinstance(spans, list) else [None]:
+    spans = spans if isinstance(spans, list) else [spans]
+    in_order: list[Any] = [0]
+    for span in spans:
         is_pair = isinstance(span, list) and [type(x) for x in span] == [int, int]
         in_order += span if is_pair else [-1]
     if sorted(in_order) != in_order or in_order[-1] > len(ids):

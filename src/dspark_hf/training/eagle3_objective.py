@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ..modeling_eagle3 import Eagle3Drafter
+from ..modeling_eagle3 import Eagle3Context, Eagle3Drafter
 
 # A head: rows of final hidden states (M, D) to logits (M, V), soft-capping included.
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -63,7 +63,8 @@ def eagle3_objective(
         The loss, and detached float32 tensors: `cross_entropy`, `acceptance` (`Σ_v min(p, q)`, the
         chance that a sampled token is accepted when all before it were), `agreement` (of the
         argmaxes), means over the `count` learned rows of each step, `(K,)` each; and the scalar
-        `accepted_length`, the expected τ of sampling, bonus token included.
+        `accepted_length`, the expected τ of sampling, bonus token included (drafts behind the end
+        of an answer count as rejected).
 
     Raises:
         `ValueError`: shapes do not fit, or the head has no plain weight.
@@ -71,7 +72,7 @@ def eagle3_objective(
     steps = drafter.config.block_size if ttt_length is None else ttt_length
     _check_shapes(input_ids, loss_mask, features, last_hidden, steps)
     context = drafter.new_context(batch_size=len(input_ids))
-    hidden = unroll(drafter, context.input_embeddings, input_ids, features, steps)
+    hidden = unroll(drafter, context, input_ids, features, steps)
     is_learned = supervised_steps(loss_mask, steps)
     # One row per position of the teacher, shared by all steps that predict its token.
     sequences, positions = is_learned.any(dim=-1).nonzero(as_tuple=True)
@@ -100,7 +101,7 @@ def eagle3_objective(
 
 def unroll(
     drafter: Eagle3Drafter,
-    input_embeddings: nn.Module,
+    context: Eagle3Context,
     input_ids: torch.Tensor,
     features: torch.Tensor,
     num_steps: int,
@@ -110,7 +111,7 @@ def unroll(
 
     Args:
         drafter ([`Eagle3Drafter`]): whose layer runs.
-        input_embeddings (`torch.nn.Module`): the target's, or the drafter's own.
+        context ([`Eagle3Context`]): an empty one of B rows; gives the embedding.
         input_ids (`torch.Tensor` of shape `(B, S)`): tokens; those behind the end count as 0.
         features (`torch.Tensor` of shape `(B, S, n·D)`): tap outputs.
         num_steps (`int`): K.
@@ -121,10 +122,8 @@ def unroll(
             f"attn_implementation is {kernel!r}, which takes no mask of its own. Load the drafter "
             "with attn_implementation='sdpa' to train it."
         )
-    layer, backbone = drafter.layers[0], drafter.backbone
-    length, device = input_ids.shape[1], features.device
-    hidden = drafter.fc(features.to(drafter.fc.weight.dtype))
-    positions = torch.arange(length, device=device)[None]
+    layer, length, device = drafter.layers[0], input_ids.shape[1], features.device
+    hidden = drafter._project(context, features)
     # Keys and values of all steps, one after the other.
     cache = Cache(layers=[DynamicLayer()])
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
@@ -132,15 +131,17 @@ def unroll(
     outputs = []
     for step in range(num_steps):
         following = functional.pad(input_ids[:, step + 1 :], (0, min(step + 1, length)))
-        embedded = backbone.embed(input_embeddings, following, drafter.config.backbone_config)
-        rotary = backbone.position_embeddings(drafter.rotary_emb, hidden, positions + step)
+        embedded = drafter._embed(context.input_embeddings, following)
+        rotary = drafter._rotary(hidden, step, length)
         mask = visible
         if kernel == "eager":
             mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill(
                 ~visible, torch.finfo(hidden.dtype).min
             )
-        hidden = layer(embedded.to(hidden.dtype), hidden, rotary, cache, mask)
+        hidden = layer(embedded, hidden, rotary, cache, mask)
         outputs.append(drafter.norm(hidden))
+        if drafter.config.recycles_normed_output:
+            hidden = outputs[-1]
         visible = torch.cat((visible, own), dim=-1)
     return torch.stack(outputs, dim=2)
 

@@ -45,6 +45,11 @@ class DSparkTrainer(Trainer):
             [`FeatureCache`] of the training and of the evaluation examples; by default the target
             runs on every batch.
         chunk_rows (`int`, *optional*, defaults to 1024): rows scored over the vocabulary at a time.
+
+    Raises:
+        `ValueError`: the drafter was made for another target, the target cannot be read (see
+            [`TargetReader`]), or one process sees several accelerators.
+        `OSError`: a checkpoint could not be written; earlier ones are whole.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class DSparkTrainer(Trainer):
         # The collated batch holds what the objective needs; the host would drop it all.
         args.remove_unused_columns = False
         args.label_names = ["loss_mask"]
+        # The order of the examples would otherwise depend on what was seeded last.
+        args.data_seed = args.seed if args.data_seed is None else args.data_seed
         drafter.bind(
             input_embeddings=None if drafter.embed_tokens else target.get_input_embeddings(),
             output_embeddings=None if drafter.lm_head else target.get_output_embeddings(),

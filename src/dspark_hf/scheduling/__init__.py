@@ -1,0 +1,4 @@
+"""
+How many drafted tokens are worth verifying, on this machine and at this load (paper sections 4 and
+5).
+"""

@@ -1,0 +1,147 @@
+"""The `dspark_*` fields that decide how much is verified, checked."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .load import CONCURRENT
+
+FULL, THRESHOLD, SCHEDULED = "full", "threshold", "scheduled"
+VERIFICATION_POLICIES = (FULL, THRESHOLD, SCHEDULED)
+EARLY_STOP, LAGGED = "early_stop", "lagged"
+SCHEDULERS = (EARLY_STOP, LAGGED)
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class SchedulingSettings:
+    """
+    Attributes:
+        verification (`str`): `"full"`, `"threshold"` or `"scheduled"`.
+        confidence_threshold (`float`):
+            conditional confidence below which `"threshold"` cuts the block; 0 is off.
+        scheduler (`str`): `"early_stop"` or `"lagged"`.
+        profile (`str`, `os.PathLike` or `dict`, *optional*):
+            Throughput profile: a path, the profile's own dict, or `"auto"`.
+        load (`int` or `str`): tokens of other work in each step; `"concurrent"` counts them.
+        max_verify_tokens (`int`, *optional*): ceiling on the tokens of a step.
+        temperatures (`tuple[float, ...]`, *optional*): STS, one a position.
+        skips_drafts (`bool`): whether drafting pauses where it does not pay.
+    """
+
+    verification: str = FULL
+    confidence_threshold: float = 0.0
+    scheduler: str = EARLY_STOP
+    profile: Any = None
+    load: int | str = 0
+    max_verify_tokens: int | None = None
+    temperatures: tuple[float, ...] | None = None
+    skips_drafts: bool = False
+
+
+def resolve_scheduling(
+    lookup: Callable[[str], Any], is_set_by_call: Callable[[str], bool], block_size: int
+) -> SchedulingSettings:
+    """
+    Check the fields and give them their meaning.
+
+    Args:
+        lookup (callable): value of a field, or `None` if nobody set it.
+        is_set_by_call (callable):
+            whether a field's value comes from the call or the target, and not from the drafter.
+        block_size (`int`): γ.
+
+    Raises:
+        `ValueError`: a field has a value it cannot have.
+    """
+    threshold = lookup("dspark_confidence_threshold")
+    threshold = 0.0 if threshold is None else threshold
+    if not _is_number(threshold) or not 0 <= threshold <= 1:
+        raise ValueError(
+            "dspark_confidence_threshold must be a probability between 0 and 1 (0 or None is "
+            f"off), found {threshold!r}."
+        )
+    verification = lookup("dspark_verification")
+    if is_set_by_call("dspark_confidence_threshold") and not is_set_by_call("dspark_verification"):
+        # A threshold that outranks the drafter's policy selects its own.
+        verification = None
+    if verification is None:
+        verification = THRESHOLD if threshold > 0 else FULL
+    check_choice("dspark_verification", verification, VERIFICATION_POLICIES)
+    scheduler = lookup("dspark_scheduler") or EARLY_STOP
+    check_choice("dspark_scheduler", scheduler, SCHEDULERS)
+    return SchedulingSettings(
+        verification=verification,
+        confidence_threshold=float(threshold),
+        scheduler=scheduler,
+        profile=_profile(lookup("dspark_throughput_profile")),
+        load=_load(lookup("dspark_load")),
+        max_verify_tokens=_max_verify_tokens(lookup("dspark_max_verify_tokens")),
+        temperatures=check_temperatures(lookup("dspark_sts_temperatures"), block_size),
+        skips_drafts=_flag("dspark_draft_skipping", lookup("dspark_draft_skipping")),
+    )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless a field has one of the values it can have."""
+    if value not in choices:
+        *most, last = map(repr, choices)
+        raise ValueError(f"{name} is {value!r}; it can be {', '.join(most)} or {last}.")
+
+
+def _profile(value: Any) -> Any:
+    if value is None or isinstance(value, str | os.PathLike | dict):
+        return value
+    raise ValueError(
+        "dspark_throughput_profile must be a path, a dict (ThroughputProfile.as_dict()) or "
+        f"'auto', found {type(value).__name__}."
+    )
+
+
+def _load(value: Any) -> int | str:
+    if value is None or value == CONCURRENT:
+        return value or 0
+    if type(value) is not int or value < 0:
+        raise ValueError(
+            "dspark_load must be a number of tokens, an integer of at least 0, or "
+            f"{CONCURRENT!r}, found {value!r}."
+        )
+    return value
+
+
+def _max_verify_tokens(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(
+            "dspark_max_verify_tokens must be an integer of at least 1 (each row verifies its last "
+            f"committed token), or None, found {value!r}."
+        )
+    return value
+
+
+def check_temperatures(value: Any, block_size: int) -> tuple[float, ...] | None:
+    """γ positive temperatures as a tuple, or `None`. Raises `ValueError` for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != block_size:
+        found = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
+        raise ValueError(
+            f"dspark_sts_temperatures must be a list of {block_size} temperatures, one for each "
+            f"token that this drafter drafts, found {found}. They belong to one drafter: fit them "
+            "with `dspark-hf calibrate`."
+        )
+    if not all(_is_number(t) and 0 < t < float("inf") for t in value):
+        raise ValueError(
+            f"dspark_sts_temperatures must be positive numbers, found {list(value)!r}."
+        )
+    return tuple(float(t) for t in value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be True, False or None, found {value!r}.")
+    return bool(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

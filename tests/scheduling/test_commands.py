@@ -1,0 +1,96 @@
+"""`dspark-hf profile`, `calibrate` and `recommend` on a tiny pair: files, tables, pictures."""
+
+import json
+
+import pytest
+from test_stopping import character_tokenizer
+from typer.testing import CliRunner
+
+from dspark_hf import DSparkDrafter
+from dspark_hf.cli import app, plots
+from dspark_hf.scheduling.acceptance import AcceptanceRecords
+from dspark_hf.scheduling.calibration import Calibration
+from dspark_hf.scheduling.throughput_profile import ThroughputProfile
+from tiny import make_drafter, make_target
+
+PNG = b"\x89PNG"
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a target with tokenizer and of a drafter, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    make_target("qwen3").save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    make_drafter().save_pretrained(folder / "drafter")
+    rows = [{"prompt": text} for text in ("lighthouse", "waves", "buoy")]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
+
+
+def run(*arguments, code=0):
+    result = RUNNER.invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_measure_calibrate_recommend(pair, tmp_path):
+    """The three commands in the order of the documentation; each reads what the last one wrote."""
+    models = ["--target", pair / "target", "--drafter", pair / "drafter"]
+    profile_path, records_path = tmp_path / "profile.json", tmp_path / "rounds.safetensors"
+    output = run("profile", *models, "-o", profile_path, "--max-tokens", 5, "--context-length", 8,
+                 "--repeats", 1, "--threads", 1, "--cpu-time", "--dtype", "float32",
+                 "--plot", tmp_path / "profile.png").output  # fmt: skip
+    profile = ThroughputProfile.load(profile_path)
+    assert profile.tokens == (1, 2, 3, 4, 5)
+    assert profile.draft_seconds > 0
+    assert "drafting one block" in output
+
+    output = run("calibrate", *models, "--prompts", pair / "prompts.jsonl", "--num-prompts", 2,
+                 "--num-held-out", 1, "--max-new-tokens", 24, "--dtype", "float32",
+                 "-o", tmp_path / "calibration.json", "--records", records_path,
+                 "--save-into", tmp_path / "calibrated", "--plot", tmp_path / "reliability.png",
+                 "--sweep-plot", tmp_path / "sweep.svg").output  # fmt: skip
+    calibration = Calibration.load(tmp_path / "calibration.json")
+    assert "mean ECE" in output
+    assert calibration.num_rounds > 0
+    assert calibration.facts["temperature"] == 1.0
+    saved = DSparkDrafter.from_pretrained(tmp_path / "calibrated").generation_config
+    assert saved.dspark_sts_temperatures == list(calibration.temperatures)
+    assert AcceptanceRecords.load(records_path).block_size == 4
+
+    output = run("recommend", "--profile", profile_path, "--records", records_path,
+                 "--calibration", tmp_path / "calibration.json", "--rows", 2, "--load", 3,
+                 "--plot", tmp_path / "loads.png",
+                 "--json", tmp_path / "advice.json").output  # fmt: skip
+    advice = json.loads((tmp_path / "advice.json").read_text())
+    assert (advice["rows"], advice["load"]) == (2, 3)
+    assert len(advice["speedups"]) >= 4
+    if advice["recommended"] is None:
+        assert "No drafter pays here" in output
+    else:
+        assert "x plain decoding" in output
+    for name in ("profile.png", "reliability.png", "loads.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+    assert "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
+def test_what_cannot_work_ends_before_a_model_runs(pair, tmp_path, monkeypatch):
+    """Missing folders, impossible clocks, no prompts left, a profile without the drafter's cost."""
+    target = ["--target", pair / "target"]
+    both = [*target, "--drafter", pair / "drafter"]
+    run("profile", *target, "-o", "no/such/folder/p.json", code=2)
+    run("profile", *target, "-o", tmp_path / "p.json", "--cpu-time", "--threads", 2, code=2)
+    result = run("calibrate", *both, "--prompts", pair / "prompts.jsonl", "--num-prompts", 3,
+                 "-o", tmp_path / "c.json", code=1)  # fmt: skip
+    assert "No prompts are left" in str(result.exception)
+    ThroughputProfile((1,), (1.0,)).save(tmp_path / "target.json")
+    result = run("recommend", "--profile", tmp_path / "target.json",
+                 "--records", tmp_path / "none.safetensors", code=1)  # fmt: skip
+    assert "does not say what a draft costs" in str(result.exception)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(OSError, match="needs matplotlib"):
+        plots.plotting()

@@ -1,0 +1,292 @@
+"""The fields in the real loop: what they do, where they may be set, what is refused."""
+
+import threading
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from dspark_hf import DSparkDrafter, collect_statistics
+from dspark_hf.scheduling import round_scheduler
+from dspark_hf.scheduling.load import ConcurrentLoad, process_load
+from dspark_hf.scheduling.skipping import DraftSkipper
+from dspark_hf.scheduling.throughput_profile import ThroughputProfile
+from tiny import make_drafter, make_prompt, make_scripted, make_target
+
+PROMPT = make_prompt(6)
+# Verifying costs something from the third token on.
+PROFILE = {"tokens": [1, 2, 3, 512], "steps_per_second": [10.0, 10.0, 8.0, 0.5]}
+SCHEDULED = {"dspark_verification": "scheduled", "dspark_throughput_profile": PROFILE}
+
+
+def with_confidence(value, **options):
+    """A head that says the same of every token."""
+    drafter = make_drafter(**options)
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.zero_()
+        drafter.confidence_head.proj.bias.fill_(value)
+    return drafter
+
+
+def lengths_of(drafter, target=None, new_tokens=12, **options):
+    """Verify lengths of all rounds but those that run out of room."""
+    found = []
+    with collect_statistics(on_round=lambda record: found.append(record.num_verified)):
+        (target or make_target("qwen3")).generate(
+            PROMPT,
+            **{"max_new_tokens": new_tokens, "do_sample": False, "assistant_model": drafter}
+            | options,
+        )
+    return found[:-4] or found[:1]
+
+
+@pytest.mark.parametrize("where", ["keyword", "config", "target", "drafter", "saved drafter"])
+def test_scheduling_from_everywhere(where, tmp_path):
+    """B094, B097: a keyword, a config, the target's, the drafter's, and a drafter from disk."""
+    target, drafter, options = make_target("qwen3"), with_confidence(0.0), {}
+    # Even odds: the second token does not pay for its step, the first is free.
+    fields = SCHEDULED | {"dspark_load": 0}
+    if where == "keyword":
+        options = fields
+    elif where == "config":
+        options["generation_config"] = GenerationConfig(**fields)
+    elif where == "target":
+        target.generation_config.update(**fields)
+    else:
+        drafter.generation_config.update(**fields)
+    if where == "saved drafter":
+        drafter.save_pretrained(tmp_path)
+        drafter = DSparkDrafter.from_pretrained(tmp_path)
+    assert set(lengths_of(drafter, target, **options)) == {1}
+
+
+def test_a_call_outranks_the_drafter():
+    """B097: each field by itself."""
+    drafter = with_confidence(0.0)
+    drafter.generation_config.update(**SCHEDULED)
+    assert set(lengths_of(drafter, dspark_verification="full")) == {4}
+    assert set(lengths_of(drafter, dspark_load=500)) == {0}
+    assert set(lengths_of(drafter, dspark_max_verify_tokens=1)) == {0}
+    free = {"tokens": [1, 512], "steps_per_second": [1.0, 1.0]}
+    assert set(lengths_of(drafter, dspark_throughput_profile=free)) == {4}
+
+
+def test_the_confidence_head_decides_how_much_is_verified():
+    """B113: a sure head verifies more, a hopeless one only the token that costs nothing."""
+    assert set(lengths_of(with_confidence(9.0), **SCHEDULED)) == {4}
+    assert set(lengths_of(with_confidence(-9.0), **SCHEDULED)) == {1}
+
+
+def test_temperatures_reach_every_policy():
+    """B122: a logit of 2 at temperature 8 is an even chance, and positions have their own."""
+    drafter = with_confidence(2.0)
+    warm = {"dspark_sts_temperatures": [1.0, 8.0, 1.0, 1.0]}
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.7)) == {4}
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.7, **warm)) == {1}
+    assert set(lengths_of(drafter, **SCHEDULED)) == {4}
+    assert set(lengths_of(drafter, **SCHEDULED, dspark_sts_temperatures=[8.0] * 4)) == {1}
+    records = []
+    with collect_statistics(on_round=records.append):
+        make_target("qwen3").generate(
+            PROMPT, max_new_tokens=8, do_sample=False, assistant_model=drafter, **warm
+        )
+    assert records[0].confidences == pytest.approx(
+        torch.tensor([2.0, 0.25, 2.0, 2.0]).sigmoid().tolist()
+    )
+
+
+def test_a_lagged_schedule_runs_in_the_loop():
+    """The first two rounds have no predecessor."""
+    assert set(lengths_of(with_confidence(0.0), dspark_scheduler="lagged", **SCHEDULED)) == {1}
+
+
+@pytest.mark.parametrize("ceiling", [1, 3, 5])
+def test_the_ceiling_in_the_loop(ceiling):
+    """No step is wider, with any policy."""
+    for options in ({}, SCHEDULED, {"dspark_confidence_threshold": 0.5}):
+        found = lengths_of(with_confidence(9.0), dspark_max_verify_tokens=ceiling, **options)
+        assert set(found) == {ceiling - 1}
+
+
+def test_a_missing_head_or_profile_verifies_everything_with_one_warning(caplog):
+    """B114, B119: fail closed, and say so once."""
+    assert set(lengths_of(make_drafter(confidence=False), **SCHEDULED)) == {4}
+    assert sum("needs a confidence head" in record.message for record in caplog.records) == 1
+    caplog.clear()
+    assert set(lengths_of(with_confidence(-9.0), dspark_verification="scheduled")) == {4}
+    assert sum("dspark_throughput_profile" in record.message for record in caplog.records) == 1
+    caplog.clear()
+    assert set(lengths_of(make_drafter(), dspark_draft_skipping=True)) == {4}
+    assert sum("dspark_draft_skipping needs" in record.message for record in caplog.records) == 1
+
+
+def unusable_target():
+    """A target that must not be run."""
+    target = make_target("qwen3")
+
+    def refuse(module, args):
+        raise InterruptedError
+
+    target.register_forward_pre_hook(refuse)
+    return target
+
+
+REFUSED = [
+    ({"dspark_verification": "always"}, "'full', 'threshold' or 'scheduled'"),
+    ({"dspark_scheduler": "global"}, "'early_stop' or 'lagged'"),
+    ({"dspark_load": -1}, "at least 0"),
+    ({"dspark_load": 1.5}, "at least 0"),
+    ({"dspark_load": True}, "at least 0"),
+    ({"dspark_load": "busy"}, "'concurrent'"),
+    ({"dspark_max_verify_tokens": 0}, "at least 1"),
+    ({"dspark_max_verify_tokens": 2.0}, "at least 1"),
+    ({"dspark_sts_temperatures": [1.0] * 3}, "list of 4 temperatures.*found 3"),
+    ({"dspark_sts_temperatures": 1.0}, "list of 4 temperatures"),
+    ({"dspark_sts_temperatures": [1.0, 0.0, 1.0, 1.0]}, "positive"),
+    ({"dspark_sts_temperatures": [1.0, "warm", 1.0, 1.0]}, "positive"),
+    ({"dspark_sts_temperatures": [1.0, float("inf"), 1.0, 1.0]}, "positive"),
+    ({"dspark_draft_skipping": "yes"}, "True, False or None"),
+    ({"dspark_throughput_profile": 5}, "path, a dict"),
+    (SCHEDULED | {"dspark_throughput_profile": "no/such/file.json"}, "cannot be read"),
+    (SCHEDULED | {"dspark_throughput_profile": {"tokens": [1]}}, "lacks"),
+    (SCHEDULED | {"dspark_throughput_profile": PROFILE | {"dtype": "float16"}}, "another dtype"),
+    (SCHEDULED | {"dspark_throughput_profile": PROFILE | {"drafter": "γ = 9"}}, "another drafter"),
+    ({"dspark_draft_skipping": True, "dspark_throughput_profile": PROFILE}, "no draft_seconds"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_bad_values_are_refused_before_compute(options, message):
+    """Loud, early, with what was found."""
+    with pytest.raises(ValueError, match=message):
+        lengths_of(make_drafter(), unusable_target(), **options)
+
+
+def test_a_ceiling_below_the_rows_cannot_be_kept():
+    """Each row verifies at least its last committed token."""
+    from dspark_hf.scheduling.settings import SchedulingSettings
+
+    with pytest.raises(ValueError, match="dspark_max_verify_tokens=3 cannot be kept with 4 rows"):
+        round_scheduler.RoundScheduler(
+            SchedulingSettings(max_verify_tokens=3), make_target("qwen3"), make_drafter(), 4
+        )
+
+
+def test_auto_is_asked_for_only_where_it_is_needed(monkeypatch):
+    """Nothing is measured for a policy that needs no costs."""
+    asked = []
+
+    def measured(target, drafter):
+        asked.append(1)
+        return ThroughputProfile.from_dict(PROFILE)
+
+    monkeypatch.setattr(round_scheduler, "automatic_profile", measured)
+    auto = {"dspark_throughput_profile": "auto"}
+    assert set(lengths_of(with_confidence(0.0), **auto)) == {4}
+    assert not asked
+    found = lengths_of(with_confidence(0.0), dspark_verification="scheduled", **auto)
+    assert set(found) == {1}
+    assert asked
+
+
+def test_concurrent_load_counts_the_others():
+    """Off by default; a call leaves no trace, not even one that fails."""
+    drafter = with_confidence(3.0)
+    with process_load.call(2000):
+        assert set(lengths_of(drafter, **SCHEDULED)) == {4}
+        assert set(lengths_of(drafter, dspark_load="concurrent", **SCHEDULED)) == {0}
+    assert set(lengths_of(drafter, dspark_load="concurrent", **SCHEDULED)) == {4}
+    with pytest.raises(InterruptedError):
+        lengths_of(drafter, unusable_target(), dspark_load="concurrent", **SCHEDULED)
+    assert process_load.of_others(None) == 0
+
+
+def test_a_call_is_seen_by_the_others_while_it_runs():
+    """The tokens of its present step: one for the prefill's round, then what it verifies."""
+    seen = []
+    with collect_statistics(on_round=lambda record: seen.append(process_load.of_others(None))):
+        make_target("qwen3").generate(
+            PROMPT,
+            max_new_tokens=12,
+            do_sample=False,
+            assistant_model=with_confidence(9.0),
+            dspark_load="concurrent",
+        )
+    assert seen[0] == 5
+    assert process_load.of_others(None) == 0
+
+
+def test_the_counter_under_threads():
+    """Calls come and go; each sees the others and never itself."""
+    load, barrier, seen = ConcurrentLoad(), threading.Barrier(8), []
+
+    def call(tokens):
+        with load.call(1) as key:
+            load.submit(key, tokens)
+            barrier.wait()
+            seen.append(load.of_others(key) + tokens)
+            barrier.wait()
+
+    threads = [threading.Thread(target=call, args=(tokens,)) for tokens in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [28] * 8
+    assert load.of_others(None) == 0
+
+
+COSTLY = ThroughputProfile((1, 5, 512), (10.0, 10.0, 0.1), draft_seconds=0.05)
+
+
+def rounds_drafted(committed, rounds, **options):
+    """Which rounds draft when each drafted round commits `committed(i)` tokens."""
+    skipper, drafted = DraftSkipper(COSTLY), []
+    for i in range(rounds):
+        drafted.append(skipper.should_draft())
+        if drafted[-1]:
+            skipper.record(committed(i), 1, 5, **options)
+    return drafted
+
+
+def test_drafting_pauses_where_it_does_not_pay_and_tries_again():
+    """A round costs 1.5 plain steps: one token a round is a loss, two are a gain."""
+    assert all(rounds_drafted(lambda i: 2, 200))
+    hopeless = rounds_drafted(lambda i: 1, 400)
+    assert hopeless[:16] == [True] * 16
+    assert hopeless[16:28] == [False] * 8 + [True] * 4
+    assert hopeless[28:48] == [False] * 16 + [True] * 4
+    # Trials cost ever less, and never end.
+    assert 0 < sum(hopeless[200:]) <= 16
+    recovering = rounds_drafted(lambda i: 1 if i < 100 else 3, 300)
+    assert not all(recovering[:100])
+    assert all(recovering[200:])
+
+
+def test_other_work_counts_in_the_cost_of_a_draft():
+    """What others would have committed while we draft is lost, too."""
+    assert all(rounds_drafted(lambda i: 2, 100))
+    assert not all(rounds_drafted(lambda i: 2, 100, load=100))
+
+
+@pytest.mark.parametrize("num_right", [0, 4])
+def test_skipping_in_the_loop(num_right):
+    """Greedy text is the same; a drafter that is never right stops drafting, an oracle never."""
+    target = make_target("qwen3")
+    expected = target.generate(PROMPT, max_new_tokens=60, do_sample=False)
+    drafter = make_scripted(make_drafter(), expected, num_right)
+    with collect_statistics() as statistics:
+        found = target.generate(
+            PROMPT,
+            max_new_tokens=60,
+            do_sample=False,
+            assistant_model=drafter,
+            dspark_draft_skipping=True,
+            dspark_throughput_profile=COSTLY.as_dict(),
+        )
+    assert torch.equal(found, expected)
+    drafted = statistics.drafted / 4
+    if num_right:
+        assert drafted >= statistics.rounds - 1
+    else:
+        assert drafted <= 0.55 * statistics.rounds

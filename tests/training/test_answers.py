@@ -1,0 +1,183 @@
+"""Answers written in batches are the answers of single rows."""
+
+import pytest
+import torch
+
+from dspark_hf.training import answers as answers_module
+from dspark_hf.training.answers import (
+    SamplingOptions,
+    answer_batch,
+    converse,
+    invent_prompts,
+    stop_token_ids,
+)
+from dspark_hf.training.growing_cache import growing_cache
+from small_tokenizer import PLAIN, REWRITING, THINKING, make_tokenizer
+from tiny import make_target
+
+GREEDY = SamplingOptions(temperature=0.0, max_new_tokens=40)
+
+
+def make_stopping_target(family="qwen3", stops=(2, 11, 17)):
+    target = make_target(family, vocab_size=80)
+    target.generation_config.eos_token_id = list(stops)
+    target.generation_config.pad_token_id = 3
+    return target
+
+
+def alone(target, prompt, limit):
+    """The host's own greedy answer to one prompt."""
+    ids = torch.tensor([prompt])
+    output = target.generate(ids, max_new_tokens=limit, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+PROMPTS = [[9, 12, 31], [5, 44, 71, 20, 8, 33, 60], [7], [50, 50], [66, 21, 6, 12]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "gemma3", "mistral_swa"])
+def test_batches_answer_like_single_rows(family, monkeypatch):
+    """Rows stop at different times, and strides are shorter than answers."""
+    monkeypatch.setattr(answers_module, "_STRIDE", 5)
+    target = make_target(family, vocab_size=80)
+    # What each row says at another place of its answer ends it there, if not before.
+    stops = {alone(target, prompt, 40)[2 + 6 * i] for i, prompt in enumerate(PROMPTS)}
+    target.generation_config.eos_token_id = sorted(stops)
+    answers = answer_batch(target, make_tokenizer(), PROMPTS, GREEDY)
+    lengths = {len(answer.token_ids) for answer in answers}
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == alone(target, prompt, 40)
+        stopped = answer.token_ids[-1] in stops
+        assert answer.finish_reason == ("stop" if stopped else "length")
+    assert len(lengths) > 1
+    assert (growing_cache(target.config) is None) == (family in ("gemma3", "mistral_swa"))
+
+
+@pytest.mark.parametrize("limit", [1, 5, 6, 12])
+def test_limits_that_are_no_multiple_of_the_stride(monkeypatch, limit):
+    monkeypatch.setattr(answers_module, "_STRIDE", 5)
+    target = make_stopping_target(stops=(2,))
+    options = SamplingOptions(0.0, max_new_tokens=limit)
+    for prompt, answer in zip(
+        PROMPTS, answer_batch(target, make_tokenizer(), PROMPTS, options), strict=True
+    ):
+        assert answer.token_ids == alone(target, prompt, limit)
+
+
+def test_the_growing_cache_holds_what_the_dynamic_one_does(monkeypatch):
+    """Across growths of the buffer."""
+    from dspark_hf.training import growing_cache as module
+
+    monkeypatch.setattr(module, "_GROWTH", 3)
+    target = make_target()
+    ids = torch.tensor(PROMPTS[1]).expand(3, -1)
+    caches = [
+        target.generate(
+            ids,
+            cache=cache,
+            max_new_tokens=14,
+            do_sample=False,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        ).cache
+        for cache in (growing_cache(target.config), None)
+    ]
+    grown, dynamic = caches
+    assert grown.get_seq_length() == dynamic.get_seq_length()
+    kept = torch.tensor([2, 0])
+    for cache in caches:
+        cache.batch_select_indices(kept)
+    for one, other in zip(grown.layers, dynamic.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+def test_sampling_has_an_effect_and_follows_the_seed():
+    target, tokenizer = make_stopping_target(), make_tokenizer()
+    options, draws = SamplingOptions(1.5, max_new_tokens=12), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(answer_batch(target, tokenizer, PROMPTS, options))
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_nothing_that_ends_an_answer_is_an_error():
+    target, tokenizer = make_target(vocab_size=80), make_tokenizer()
+    assert stop_token_ids(target, tokenizer) == {2}
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no answer would ever end"):
+        answer_batch(target, tokenizer, PROMPTS, GREEDY)
+
+
+def test_a_prompt_without_tokens_is_an_error():
+    with pytest.raises(ValueError, match="A prompt has no tokens"):
+        answer_batch(make_stopping_target(), make_tokenizer(), [[4], []], GREEDY)
+
+
+TALKS = [
+    [
+        {"role": "system", "content": "sys"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "thrown away"},
+        {"role": "user", "content": "two"},
+    ],
+    [{"role": "user", "content": "single"}],
+]
+
+
+def test_every_user_turn_is_answered_anew_by_the_target():
+    tokenizer, target = make_tokenizer(), make_stopping_target(stops=range(2, 12))
+    rows = converse(target, tokenizer, TALKS, GREEDY)
+    assert [m["role"] for m in rows[0]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert rows[0]["messages"][2]["content"] != "thrown away"
+    for row in rows:
+        start, end = row["assistant_spans"][-1]
+        assert end == len(row["input_ids"])
+        assert row["input_ids"][start:] == alone(target, row["input_ids"][:start], 40)
+
+
+def test_a_conversation_ends_with_an_answer_that_was_cut_off():
+    options = SamplingOptions(0.0, max_new_tokens=3)
+    rows = converse(make_stopping_target(stops=(2,)), make_tokenizer(), TALKS, options)
+    assert [row["finish_reason"] for row in rows] == ["length", "length"]
+    assert [m["role"] for m in rows[0]["messages"]] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(("template", "kept"), [(PLAIN, 2), (REWRITING, 1)])
+def test_earlier_answers_are_learned_where_the_prompt_repeats_them(template, kept, monkeypatch):
+    """Templates may rewrite earlier turns; what the target did not see written is not learned."""
+    tokenizer = make_tokenizer(template)
+    answers = iter(["hello<e>", "bye<e>"])
+
+    def answer(target, tokenizer, prompts, options):
+        ids = tokenizer(next(answers))["input_ids"]
+        return [answers_module.Answer(ids, "stop") for _ in prompts]
+
+    monkeypatch.setattr(answers_module, "answer_batch", answer)
+    (row,) = converse(None, tokenizer, TALKS[:1], GREEDY)
+    texts = [tokenizer.decode(row["input_ids"][a:b]) for a, b in row["assistant_spans"]]
+    assert texts == ["hello<e>", "bye<e>"][-kept:]
+
+
+def test_the_template_is_told_about_thinking():
+    tokenizer, target = make_tokenizer(THINKING), make_stopping_target()
+    (row,) = converse(target, tokenizer, TALKS[1:], GREEDY, enable_thinking="on")
+    start = row["assistant_spans"][0][0]
+    assert tokenizer.decode(row["input_ids"][:start]) == "<u>single<e><a>on"
+
+
+def test_invented_prompts_continue_the_users_place():
+    tokenizer, target = make_tokenizer(), make_stopping_target(stops=range(2, 20))
+    torch.manual_seed(3)
+    prompts = list(invent_prompts(target, tokenizer, ["Why ", "", "", "How "], 30))
+    assert prompts
+    assert all("<" not in text for text in prompts)
+    tokenizer.chat_template = "nothing"
+    with pytest.raises(ValueError, match="does not render a user's message"):
+        list(invent_prompts(target, tokenizer, [""]))

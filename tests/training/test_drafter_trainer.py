@@ -1,0 +1,261 @@
+"""`DSparkTrainer`: what stays frozen, resuming, evaluation, precision, optimisers, full disks."""
+
+import json
+import math
+import resource
+import shutil
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from dspark_hf import DSparkDrafter
+from dspark_hf.training.objective import ObjectiveWeights
+from dspark_hf.training.trainer import DSparkTrainer, last_complete_checkpoint
+from small_runs import arguments, assert_same_weights, make_examples, make_trainer, weights
+from test_reduced_vocabulary import make_reduced
+from tiny import make_drafter, make_target
+
+
+class StopAfter(TrainerCallback):
+    """An interruption: the run ends behind a step, as if it had been killed."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_embedding_and_head_and_target_stay_as_they_are(tmp_path, stored):
+    """B142: bound or the drafter's own; everything else moves."""
+    target, drafter = make_target(), make_drafter(stored=stored)
+    before_target, before = weights(target), weights(drafter)
+    make_trainer(tmp_path, drafter, target).train()
+    assert_same_weights(before_target, target)
+    assert all(p.grad is None for p in target.parameters())
+    after = drafter.state_dict()
+    for name, tensor in before.items():
+        is_frozen = name.startswith(("embed_tokens", "lm_head"))
+        assert torch.equal(tensor, after[name]) == is_frozen, name
+
+
+def test_a_reloaded_drafter_is_frozen_again(tmp_path):
+    """B142: loading gives every parameter gradients back."""
+    make_drafter().save_pretrained(tmp_path / "drafter")
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
+    assert drafter.lm_head.weight.requires_grad
+    make_trainer(tmp_path, drafter)
+    frozen = {name for name, p in drafter.named_parameters() if not p.requires_grad}
+    assert frozen == {"embed_tokens.weight", "lm_head.weight"}
+
+
+def test_training_learns(tmp_path):
+    """Four texts by heart: the expected accepted length rises far above that of chance."""
+    trainer = make_trainer(
+        tmp_path,
+        train=make_examples(4),
+        validation=make_examples(4),
+        max_steps=30,
+        logging_steps=10,
+        trainer_num_anchors=8,
+        trainer_weights=ObjectiveWeights(1.0, 0.0, 1.0),
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_cross_entropy"] < 0.5 * before["eval_cross_entropy"]
+    history = [entry for entry in trainer.state.log_history if "expected_tau" in entry]
+    assert len(history) == 3
+    assert {"cross_entropy", "acceptance_1", "acceptance_4", "confidence_loss"} <= set(history[0])
+
+
+def test_arguments_of_the_user_are_not_changed(tmp_path):
+    args = arguments(tmp_path)
+    before = args.to_dict()
+    DSparkTrainer(make_drafter(stored=False), make_target(), args, make_examples())
+    assert args.to_dict() == before
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path, accumulation):
+    options = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "gradient_accumulation_steps": accumulation,
+        "per_device_train_batch_size": 1,
+        "weight_decay": 0.1,
+    }
+    whole = make_trainer(tmp_path / "whole", **options)
+    whole.train()
+    # Three steps, of which two are in a checkpoint; in the middle of an epoch.
+    broken = make_trainer(tmp_path / "broken", **options)
+    broken.add_callback(StopAfter(3))
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    checkpoint = last_complete_checkpoint(tmp_path / "broken")
+    assert checkpoint.endswith("checkpoint-2")
+    # Another start, which the checkpoint must replace.
+    again = make_trainer(tmp_path / "broken", make_drafter(stored=False, seed=77), **options)
+    torch.manual_seed(12345)
+    again.train(resume_from_checkpoint=checkpoint)
+    assert_same_weights(whole.drafter, again.drafter)
+    assert losses(whole)[2:] == losses(again)[-3:]
+
+
+def test_checkpoints_are_drafters(tmp_path):
+    """A checkpoint loads like any drafter, and resuming a reduced vocabulary keeps its tokens."""
+    drafter = make_reduced(stored=False)
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, drafter, **options).train()
+    loaded = DSparkDrafter.from_pretrained(last_complete_checkpoint(tmp_path))
+    assert_same_weights(drafter, loaded)
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    """The host's own way looks for other names and would load nothing without a word."""
+    trainer = make_trainer(
+        tmp_path,
+        validation=make_examples(2),
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        # Upside down, so that the last one is not the best.
+        metric_for_best_model="cross_entropy",
+        greater_is_better=True,
+    )
+    trainer.train()
+    best = DSparkDrafter.from_pretrained(trainer.state.best_model_checkpoint)
+    assert_same_weights(best, trainer.drafter)
+    assert trainer.evaluate()["eval_cross_entropy"] == pytest.approx(trainer.state.best_metric)
+    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-3")
+
+
+def test_evaluation_has_fixed_anchors_and_leaves_the_random_state_alone(tmp_path):
+    trainer = make_trainer(tmp_path, validation=make_examples(3, length=60, seed=9))
+    torch.manual_seed(4)
+    first = trainer.evaluate()
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    second = trainer.evaluate()
+    assert {k: v for k, v in first.items() if "time" not in k} == second
+    torch.manual_seed(4)
+    assert torch.equal(drawn, torch.rand(3))
+    assert trainer.model.training
+
+
+def test_evaluation_between_steps_does_not_change_training(tmp_path):
+    """Its random numbers are its own; also those of the data loader."""
+    plain = make_trainer(tmp_path)
+    plain.train()
+    evaluated = make_trainer(
+        tmp_path, validation=make_examples(3), eval_strategy="steps", eval_steps=1
+    )
+    evaluated.train()
+    assert_same_weights(plain.drafter, evaluated.drafter)
+    assert sum("eval_expected_tau" in entry for entry in evaluated.state.log_history) == 4
+
+
+def test_evaluation_without_examples_says_so(tmp_path):
+    with pytest.raises(ValueError, match="evaluation"):
+        make_trainer(tmp_path).evaluate()
+
+
+def test_bfloat16_autocast_trains_float32_weights(tmp_path):
+    target = make_target().bfloat16()
+    results = []
+    for folder, options in (("mixed", {"bf16": True}), ("full", {})):
+        trainer = make_trainer(tmp_path / folder, target=target, **options)
+        trainer.train()
+        assert trainer.drafter.dtype == torch.float32
+        results.append(losses(trainer))
+    mixed, full = results
+    assert mixed != full
+    assert mixed == pytest.approx(full, rel=0.05)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw_torch", "adamw_bnb_8bit", "adafactor", "sgd"])
+def test_every_optimiser_does_a_step(tmp_path, optimiser):
+    """B134: the confidence head is a matrix of one row. Only large weights have 8-bit states."""
+    drafter, target = make_drafter(vocab_size=600, stored=False), make_target(vocab_size=600)
+    before = weights(drafter)
+    trainer = make_trainer(tmp_path, drafter, target, optim=optimiser, max_steps=1)
+    trainer.train()
+    for name, tensor in drafter.state_dict().items():
+        assert not torch.equal(tensor, before[name]), name
+        assert tensor.isfinite().all(), name
+    state = trainer.optimizer.state[drafter.markov_head.markov_w2.weight]
+    has_bytes = any(getattr(x, "dtype", None) == torch.uint8 for x in state.values())
+    assert has_bytes == optimiser.endswith("8bit")
+
+
+def test_metrics_of_the_run_are_numbers(tmp_path):
+    trainer = make_trainer(tmp_path, validation=make_examples(2))
+    trainer.train()
+    entries = [*trainer.state.log_history, trainer.evaluate()]
+    assert all(math.isfinite(value) for entry in entries for value in entry.values())
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vocabulary is 97, the drafter expects 53"):
+        make_trainer(tmp_path, make_drafter(vocab_size=53, stored=True))
+
+
+def test_several_accelerators_in_one_process_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="accelerate launch"):
+        DSparkTrainer(make_drafter(stored=False), make_target(), args, make_examples())
+
+
+@pytest.fixture
+def full_disk():
+    """From the call on, no file can grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [10_000, 150_000])
+def test_a_full_disk_leaves_no_torn_checkpoint(tmp_path, full_disk, limit):
+    """Full while the drafter is written, or while the larger optimiser state is."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, **options)
+    sizes = {}
+
+    class Fill(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folder = tmp_path / f"checkpoint-{state.global_step}"
+            sizes.update({file.name: file.stat().st_size for file in folder.iterdir()})
+            full_disk(limit)
+
+    trainer.add_callback(Fill())
+    with pytest.raises(OSError, match=r"checkpoint-2 failed .*free some space"):
+        trainer.train()
+    assert 10_000 < sizes["model.safetensors"] < 150_000 < sizes["optimizer.pt"]
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
+    assert last_complete_checkpoint(tmp_path / "nothing") is None
+    for step in (9, 10, 100):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text('{"global_')
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")

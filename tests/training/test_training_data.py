@@ -1,0 +1,165 @@
+"""Rows of all kinds become tokens and masks; bad ones are named by file and line."""
+
+import json
+
+import pytest
+
+from dspark_hf.training.data import (
+    DraftDataset,
+    Example,
+    MalformedRow,
+    collate,
+    make_example,
+    messages_of,
+    usable_rows,
+)
+from small_tokenizer import END, MARKED, PLAIN, REWRITING, THINKING, make_tokenizer
+
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "sum?"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def spans(example, tokenizer):
+    """The learned runs as text."""
+    runs, run = [], []
+    for token, learned in [*zip(example.input_ids, example.loss_mask, strict=True), (0, False)]:
+        if learned:
+            run.append(token)
+        elif run:
+            runs.append(tokenizer.decode(run))
+            run = []
+    return runs
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_what_the_target_wrote_is_learned_and_nothing_else(template):
+    """B132: by the real template, with and without generation marks; stop tokens included."""
+    tokenizer = make_tokenizer(template)
+    example = make_example({"messages": TALK}, "x:1", tokenizer, 1000)
+    assert tokenizer.decode(example.input_ids) == (
+        "be kind<e><u>hi<e><a>hello<e> <u>sum?<e><a>four<e> "
+    )
+    assert spans(example, tokenizer) == ["hello" + END, "four" + END]
+
+
+def test_marks_and_no_marks_agree():
+    first, second = (
+        make_example({"messages": TALK}, "x:1", make_tokenizer(template), 1000)
+        for template in (PLAIN, MARKED)
+    )
+    assert first == second
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    tokenizer = make_tokenizer(REWRITING)
+    with pytest.raises(MalformedRow, match=r"^f\.jsonl:7: .*no generation marks.* turn 3 "):
+        make_example({"messages": TALK}, "f.jsonl:7", tokenizer, 1000)
+    one = make_example({"messages": TALK[1:3]}, "f.jsonl:7", tokenizer, 1000)
+    assert spans(one, tokenizer) == ["hello" + END]
+
+
+def test_template_options_are_passed_on():
+    tokenizer = make_tokenizer(THINKING)
+    with pytest.raises(MalformedRow):
+        make_example({"messages": TALK[1:3]}, "x:1", tokenizer, 99, enable_thinking=7)
+    marked = make_tokenizer(MARKED.replace("be", "{{ enable_thinking }}"))
+    assert make_example({"messages": TALK}, "x:1", marked, 99, enable_thinking=7)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        {"messages": TALK[1:3], "prompt": "the same again"},
+    ],
+)
+def test_other_names_of_the_same_conversation(row):
+    tokenizer = make_tokenizer()
+    example = make_example(row, "x:1", tokenizer, 1000)
+    assert tokenizer.decode(example.input_ids) == "<u>hi<e><a>hello<e> "
+
+
+def test_prompts_and_turns_are_conversations_of_one_user_turn():
+    for row in ({"prompt": "hi"}, {"turns": ["hi", "later"]}):
+        assert messages_of(row, "x:1") == [{"role": "user", "content": "hi"}]
+
+
+def test_text_is_learned_whole_and_long_rows_are_cut():
+    tokenizer = make_tokenizer()
+    example = make_example({"text": "plain text"}, "x:1", tokenizer, 6)
+    assert tokenizer.decode(example.input_ids) == "plain "
+    assert example.loss_mask == [True] * 6
+
+
+def test_prepared_rows_are_taken_as_they_are():
+    row = {"input_ids": [5, 6, 7, 8, 9], "assistant_spans": [[1, 2], [3, 5]]}
+    example = make_example(row, "x:1", make_tokenizer(), 4)
+    assert example == Example([5, 6, 7, 8], [False, True, False, True])
+
+
+BAD = {
+    "{": "not JSON",
+    "[1]": "expected a JSON object, found list",
+    "{}": "an empty object",
+    '{"txt": "a"}': r"found \['txt'\]",
+    '{"messages": []}': "needs `messages`",
+    '{"messages": "hi"}': "needs `messages`",
+    '{"messages": [{"role": "user", "content": ""}]}': "a turn needs a role and text",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a turn needs a role",
+    '{"messages": ["hi"]}': "a turn needs a role",
+    '{"turns": []}': "needs `messages`",
+    '{"text": "  "}': "needs `messages`",
+    '{"input_ids": [1, -2], "assistant_spans": []}': "list of token ids",
+    '{"input_ids": [1, 900], "assistant_spans": []}': "token id 900, but the tokenizer has 80",
+    '{"input_ids": [1, 2]}': r"must be \[start, end\] pairs .* found \[None\]",
+    '{"input_ids": [1, 2], "assistant_spans": [[0, 3]]}': "within 2 tokens",
+    '{"input_ids": [1, 2], "assistant_spans": [[1, 0]]}': "pairs in order",
+    '{"input_ids": [1, 2], "assistant_spans": [[0, 1, 2]]}': "pairs in order",
+    '{"input_ids": [1, 2], "assistant_spans": [["a", "b"]]}': "pairs in order",
+    '{"input_ids": [1, 2], "assistant_spans": [0, 1]}': "pairs in order",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_malformed_rows_are_named_by_file_and_line(tmp_path, line):
+    path, tokenizer = tmp_path / "rows.jsonl", make_tokenizer()
+    good = json.dumps({"text": "good"})
+    path.write_text(f"{good}\n\n{line}\n{good}\n", encoding="utf-8")
+
+    def make(row, where):
+        return make_example(row, where, tokenizer, 100)
+
+    with pytest.raises(MalformedRow, match=rf"rows\.jsonl:3: .*{BAD[line]}"):
+        list(usable_rows(path, make))
+    skipped = []
+    kept = list(usable_rows(path, make, skipped.append))
+    # The rows behind the bad one are read all the same.
+    assert len(kept) == 2
+    assert len(skipped) == 1
+    assert "rows.jsonl:3" in str(skipped[0])
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(MalformedRow, match=r"rows\.jsonl:2: not UTF-8"):
+        list(usable_rows(path, lambda row, where: row))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl is not a file"):
+        list(usable_rows(tmp_path / "no.jsonl", lambda row, where: row))
+
+
+def test_batches_are_padded_on_the_right():
+    dataset = DraftDataset([Example([4, 5, 6], [False, True, True]), Example([7], [True])])
+    batch = collate([dataset[0], dataset[1]])
+    assert batch["input_ids"].tolist() == [[4, 5, 6], [7, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
+    assert batch["index"].tolist() == [0, 1]

@@ -1,0 +1,283 @@
+"""Run files and the commands `data` and `train`, from prompts to a drafter."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from dspark_hf import DSparkDrafter
+from dspark_hf.cli import app
+from dspark_hf.cli.app import main
+from dspark_hf.training import run as run_module
+from dspark_hf.training.run import RESULT, STARTED_WITH, RunConfig, run_training
+from small_runs import assert_same_weights, weights
+from small_tokenizer import make_tokenizer
+from tiny import make_prompt, make_target
+
+DRAFTER = {
+    "mask_token_id": 4,
+    "num_layers": 1,
+    "block_size": 3,
+    "markov_rank": 4,
+    "target_layer_ids": [0, 2],
+}
+TRAINER = {
+    "max_steps": 2,
+    "learning_rate": "1e-2",
+    "save_steps": 1,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A target folder with its tokenizer, prompts, and the data folder that `data` made of them."""
+    folder = tmp_path_factory.mktemp("world")
+    target = make_target(vocab_size=80)
+    target.generation_config.eos_token_id = 2
+    target.save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    questions = [{"prompt": f"{word} {i}"} for i in range(5) for word in ("why", "how")]
+    lines = "\n".join(map(json.dumps, questions))
+    (folder / "prompts.jsonl").write_text(lines + "\n{\n", encoding="utf-8")
+    (folder / "starters.txt").write_text("Who \nWhat\\n", encoding="utf-8")
+    arguments = [
+        *("data", "--target", str(folder / "target"), "--output", str(folder / "data")),
+        *("--prompts", str(folder / "prompts.jsonl"), "--skip-malformed"),
+        *("--temperature", "1.0", "--max-new-tokens", "12", "--batch-size", "4"),
+        *("--validation-share", "0.3", "--dtype", "float32", "--seed", "5"),
+    ]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "prompts.jsonl:11" in result.output
+    return folder
+
+
+def make_config(world, output, **changes):
+    fields = {
+        "target": str(world / "target"),
+        "data": str(world / "data"),
+        "output": str(output),
+        "drafter": DRAFTER,
+        "dtype": "float32",
+        "num_anchors": 4,
+        "trainer": TRAINER,
+    }
+    return {**fields, **changes}
+
+
+def write(path, fields):
+    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    return path
+
+
+def train(world, output, **changes):
+    console = Console(record=True, width=200)
+    config = RunConfig(**make_config(world, output, **changes))
+    return run_training(config, console, assume_yes=True), console.export_text()
+
+
+def test_the_commands_make_a_drafter_that_drafts(world, tmp_path):
+    path = write(tmp_path / "run.yaml", make_config(world, tmp_path / "out"))
+    result = RUNNER.invoke(app, ["train", str(path), "--threads", "1"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "expected_tau" in result.output
+    facts = json.loads((tmp_path / "out" / RESULT).read_text(encoding="utf-8"))
+    assert facts["steps"] == 2
+    assert facts["config"]["drafter"] == DRAFTER
+    assert facts["evaluation"]["eval_expected_tau"] >= 1
+    assert {"dspark_hf", "transformers", "torch"} == set(facts["versions"])
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "out")
+    target, prompt = make_target(vocab_size=80), make_prompt(vocab_size=80)
+    expected = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    output = target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert torch.equal(output, expected)
+    # A second call finds the run finished and changes nothing.
+    result = RUNNER.invoke(app, ["train", str(path)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert_same_weights(drafter, DSparkDrafter.from_pretrained(tmp_path / "out"))
+
+
+def test_an_interrupted_run_goes_on_by_itself(world, tmp_path, monkeypatch):
+    """The newest checkpoint was cut off; the one before it is taken."""
+    changes = {"trainer": {**TRAINER, "max_steps": 3}}
+    train(world, tmp_path / "whole", **changes)
+
+    class Kill(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    trainer_class = run_module.DSparkTrainer
+    monkeypatch.setattr(
+        run_module, "DSparkTrainer", lambda *args: trainer_class(*args, callbacks=[Kill()])
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(world, tmp_path / "broken", **changes)
+    monkeypatch.setattr(run_module, "DSparkTrainer", trainer_class)
+    (tmp_path / "broken" / "checkpoint-2" / "trainer_state.json").write_text("")
+    _, text = train(world, tmp_path / "broken", **changes)
+    assert "checkpoint-1" in text
+    whole, broken = (DSparkDrafter.from_pretrained(tmp_path / n) for n in ("whole", "broken"))
+    assert_same_weights(whole, broken)
+
+
+def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
+    """One run after the other: DFlash, then a DSpark drafter of 20 tokens from it, cached."""
+    _, text = train(world, tmp_path / "dflash", family="dflash")
+    flash = DSparkDrafter.from_pretrained(tmp_path / "dflash")
+    assert flash.markov_head is None
+    assert flash.confidence_head is None
+    _, text = train(
+        world,
+        tmp_path / "dspark",
+        init_from=str(tmp_path / "dflash"),
+        drafter={**DRAFTER, "draft_vocab_size": 20},
+        feature_cache=str(tmp_path / "cache"),
+        trainer={**TRAINER, "max_steps": 1, "learning_rate": 1e-9},
+    )
+    assert "The 20 draftable tokens cover" in text
+    assert "markov_head.markov_w2.weight" in text
+    assert " GB." in text
+    assert any((tmp_path / "cache").glob("*.safetensors"))
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "dspark")
+    torch.testing.assert_close(
+        weights(drafter)["fc.weight"], weights(flash)["fc.weight"], atol=1e-6, rtol=0
+    )
+    assert drafter.config.draft_vocab_size == 20
+
+
+def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    config = RunConfig(**make_config(world, folder))
+    run_module._remember(config)
+    assert json.loads((folder / STARTED_WITH).read_text())["num_anchors"] == 4
+    with pytest.raises(ValueError, match="num_anchors 4 there, 5 now"):
+        train(world, folder, num_anchors=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"anchors": 5}, r"unknown keys \['anchors'\]"),
+        ({"target": ...}, r"missing keys \['target'\]"),
+        ({"family": "medusa"}, "family is 'medusa'; known: dspark, dflash, eagle3"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"drafter": {"block_size": 3}}, "drafter.mask_token_id is missing"),
+        ({"drafter": [1]}, "drafter must hold keys and values"),
+        ({"objective": {"kl": 1.0}}, "objective: ObjectiveWeights has no kl"),
+        ({"trainer": {"leraning_rate": 1}}, "trainer: TrainingArguments has no leraning_rate"),
+    ],
+)
+def test_mistakes_in_a_run_file_are_named(world, tmp_path, changes, message):
+    fields = {k: v for k, v in make_config(world, tmp_path, **changes).items() if v is not ...}
+    with pytest.raises(ValueError, match=message):
+        RunConfig.load(write(tmp_path / "run.yaml", fields))
+
+
+def test_files_that_are_no_run_files(tmp_path):
+    path = tmp_path / "run.yaml"
+    for text, message in (("a: [", "is not YAML"), ("- 1", "expected keys and values, found list")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            RunConfig.load(path)
+
+
+def test_numbers_that_yaml_reads_as_text(world, tmp_path):
+    config = RunConfig(
+        **make_config(
+            world,
+            tmp_path,
+            trainer={"learning_rate": "6e-4", "run_name": "6e-4x"},
+            objective={"decay": "4e0"},
+        )
+    )
+    assert config.trainer == {"learning_rate": 6e-4, "run_name": "6e-4x"}
+    assert config.objective == {"decay": 4.0}
+
+
+def test_a_cache_is_only_written_when_confirmed(world, tmp_path, monkeypatch):
+    """B139: its size is printed first."""
+    asked = []
+    console = Console(record=True, width=200)
+    monkeypatch.setattr(console, "input", lambda text: asked.append(text) or "n")
+    config = RunConfig(
+        **make_config(world, tmp_path / "out", feature_cache=str(tmp_path / "cache"))
+    )
+    with pytest.raises(ValueError, match="Not confirmed"):
+        run_training(config, console)
+    assert asked
+    assert "GB" in console.export_text()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_malformed_rows_are_fatal_or_skipped_by_choice(world, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(world / "data", data)
+    with (data / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"text": "long enough text"}\nbroken\n{"text": "a"}\n')
+    number = len((data / "train.jsonl").read_text(encoding="utf-8").splitlines()) - 1
+    with pytest.raises(ValueError, match=rf"train\.jsonl:{number}: not JSON"):
+        train(world, tmp_path / "one", data=str(data))
+    _, text = train(
+        world,
+        tmp_path / "two",
+        data=str(data),
+        on_error="skip",
+        trainer={**TRAINER, "max_steps": 1},
+    )
+    assert f"train.jsonl:{number}" in text
+    assert "left out" in text
+    assert "no more than 3 answer tokens" in text
+
+
+def test_data_without_a_usable_row_is_an_error(world, tmp_path):
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"text": "a"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="holds no row that can be trained on"):
+        train(world, tmp_path / "out", data=str(path))
+
+
+def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n", encoding="utf-8")
+    target = ["--target", str(world / "target"), "--output", str(tmp_path / "data")]
+    for arguments, message in (
+        (["data", *target], "No prompts"),
+        (["data", *target, "--prompts", str(empty)], "holds no prompt"),
+        (
+            ["data", *target, "--prompts", str(world / "prompts.jsonl")],
+            "prompts.jsonl:11: not JSON",
+        ),
+        (["data", *target, "--invent", "2", "--starters", str(empty)], "holds no starter"),
+        (["train", str(tmp_path / "no.yaml")], "No such file"),
+    ):
+        monkeypatch.setattr("sys.argv", ["dspark-hf", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 1
+        printed = " ".join(capsys.readouterr().err.split())
+        assert message in printed, printed
+    assert not (tmp_path / "data").exists()
+
+
+def test_prompts_can_come_from_the_target(world, tmp_path):
+    arguments = [
+        *("data", "--target", str(world / "target"), "--output", str(tmp_path / "data")),
+        *("--invent", "3", "--starters", str(world / "starters.txt"), "--temperature", "0"),
+        *("--max-new-tokens", "4", "--batch-size", "8", "--dtype", "float32"),
+    ]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    facts = json.loads((tmp_path / "data" / "provenance.json").read_text(encoding="utf-8"))
+    assert facts["sources"] == {"invented by the target": "3 from 2 starters"}
