@@ -122,6 +122,8 @@ def stage_tensors(stage: int, last: int, generator: torch.Generator) -> dict[str
         codes = torch.randn(rows, columns, generator=generator)
         tensors[f"{name}.weight"] = codes.to(torch.float8_e4m3fn)
         tensors[f"{name}.scale"] = scales(rows // 128, columns // 128, low=120, high=122)
+    # Every expert is a piece of one pool of bytes: drawing all of them would take minutes.
+    pool = torch.randint(-128, 128, (1 << 24,), generator=generator, dtype=torch.int8)
     for expert in range(EXPERTS):
         for part, (rows, columns) in {
             "w1": (WIDTH, HIDDEN),
@@ -129,9 +131,9 @@ def stage_tensors(stage: int, last: int, generator: torch.Generator) -> dict[str
             "w2": (HIDDEN, WIDTH),
         }.items():
             name = f"ffn.experts.{expert}.{part}"
-            shape = (rows, columns // 2)
-            packed = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-            tensors[f"{name}.weight"] = packed
+            start = int(torch.randint(len(pool) // 2, (), generator=generator))
+            piece = pool[start : start + rows * columns // 2]
+            tensors[f"{name}.weight"] = piece.view(rows, columns // 2).clone()
             tensors[f"{name}.scale"] = scales(rows, columns // 32, low=118, high=121)
     if stage == last:
         tensors |= {

@@ -3,7 +3,7 @@ Peak memory and speed of one training step, chunked and with whole logits.
 
     python benchmarks/training_memory.py --target TARGET [--length 1024] [--anchors 512]
 
-A DSpark drafter (block 7, two layers) of the target takes steps on one random text: with the
+A DSpark drafter (block 7, two layers) of the target takes a step on one random text: with the
 objective as it is, and with draft logits, teacher logits and their softmaxes written out over all
 positions and the whole vocabulary, as automatic differentiation wants them. Each runs in a process
 of its own. Reported is the peak of the resident set above the loaded models and the target's
@@ -39,7 +39,7 @@ def naive_loss():
     return loss
 
 
-def measure(target_name: str, length: int, anchors: int, steps: int, mode: str) -> dict[str, float]:
+def measure(target_name: str, length: int, anchors: int, mode: str) -> dict[str, float]:
     """Peak megabytes and anchors per second of processor time, in this process."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -61,22 +61,17 @@ def measure(target_name: str, length: int, anchors: int, steps: int, mode: str) 
     objective = objective_module.DSparkObjective(drafter, num_anchors=anchors)
     teacher = reader.teacher(states.last_hidden[:0, 0])
 
-    def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, sums = objective(ids, mask, mask.bool(), states, teacher)
-        loss.backward()
-        drafter.zero_grad()
-        return float(sums.count[0])
-
     # Loading has a peak of its own; Linux forgets it on request.
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    before = status_megabytes("VmRSS")
-    done = step()
-    peak = status_megabytes("VmHWM") - before
-    started, done = time.process_time(), 0.0
-    for _ in range(steps):
-        done += step()
-    return {"megabytes": peak, "anchors": done / (time.process_time() - started)}
+    before, started = status_megabytes("VmRSS"), time.process_time()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, sums = objective(ids, mask, mask.bool(), states, teacher)
+    loss.backward()
+    seconds = time.process_time() - started
+    return {
+        "megabytes": status_megabytes("VmHWM") - before,
+        "anchors": float(sums.count[0]) / seconds,
+    }
 
 
 def status_megabytes(field: str) -> float:
@@ -92,21 +87,12 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=1, help="steps that are timed")
     parser.add_argument("--mode", choices=MODES, help="measure one mode in this process")
     arguments = parser.parse_args()
     if arguments.mode:
-        print(
-            json.dumps(
-                measure(
-                    arguments.target,
-                    arguments.length,
-                    arguments.anchors,
-                    arguments.steps,
-                    arguments.mode,
-                )
-            )
-        )
+        mode = arguments.mode
+        figures = measure(arguments.target, arguments.length, arguments.anchors, mode)
+        print(json.dumps(figures))
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--mode"]
     for mode in MODES:

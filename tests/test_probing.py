@@ -118,6 +118,7 @@ def test_a_drafter_that_knows_nothing_decides_nothing():
     drafter = make_drafter(stored=False)
     result = probe_layout(target, drafter, transcript(target), num_anchors=8)
     assert not result.decided
+    assert result.best == result.stated
 
 
 def test_texts_are_pooled():

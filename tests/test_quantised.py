@@ -5,7 +5,13 @@ import torch
 from safetensors import safe_open
 
 from checkpoints import GOLDEN
-from dspark_hf.quantised import decode_e8m0, dequantise_fp4, dequantise_fp8, quantise_fp8
+from dspark_hf.quantised import (
+    decode_e8m0,
+    dequantise_fp4,
+    dequantise_fp8,
+    quantise_fp8,
+    round_to_fp8,
+)
 from tiny_v4 import V4_QUANTISED
 
 
@@ -100,3 +106,17 @@ def test_fp8_scales_are_the_smallest_that_fit():
         weight[0, 0] = largest if largest != 449.0 else 480.0
         _, scale = quantise_fp8(weight)
         assert scale.view(torch.uint8).item() == byte
+
+
+def test_activations_are_rounded_in_groups():
+    """Hand-computed: 448 sets scale 1, 449 to 896 scale 2, tiny values the smallest scale."""
+    x = torch.tensor([[448.0, 17.0, 0.3, -33.0], [450.0, 17.0, -0.001, 33.0]])
+    found = round_to_fp8(x, 4)
+    assert found[0].tolist() == [448.0, 16.0, 0.3125, -32.0]
+    assert found[1].tolist() == [448.0, 16.0, 0.0, 32.0]
+    # Other groups have scales of their own, and a group may be cut short.
+    wide = torch.tensor([[448.0, 17.0, 0.001, 0.0011, 0.0012]])
+    assert torch.equal(round_to_fp8(wide, 2)[:, :2], torch.tensor([[448.0, 16.0]]))
+    torch.testing.assert_close(round_to_fp8(wide, 2)[:, 2:], wide[:, 2:], rtol=0.07, atol=0)
+    assert (round_to_fp8(torch.full((1, 2), 1e-11), 2) == 0).all()
+    assert round_to_fp8(x.bfloat16(), 4).dtype == torch.bfloat16

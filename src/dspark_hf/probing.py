@@ -65,7 +65,8 @@ class ProbeResult:
 
     Attributes:
         stated ([`LayoutReading`]): how the drafter is read now.
-        best ([`LayoutReading`]): the reading with the longest agreement.
+        best ([`LayoutReading`]):
+            the reading with the longest agreement; the stated one if none leads it beyond chance.
         decided (`bool`):
             whether `best` leads every reading of another block layout by more than twice the
             standard error of the difference.
@@ -183,9 +184,10 @@ def _pool(parts: list[Evidence]) -> Evidence:
 
 
 def _judge(stated: LayoutReading, tried: list[Evidence]) -> ProbeResult:
-    # Of equals, the one that the checkpoint states.
     evidence = sorted(tried, key=lambda e: (-e.accepted_length, e.reading != stated))
     best = evidence[0]
+    own = next(e for e in evidence if e.reading == stated)
+    best = best if _leads(best, own) else own
     others = [e for e in evidence if e.reading.anchor_predicts != best.reading.anchor_predicts]
     return ProbeResult(stated, best.reading, all(_leads(best, other) for other in others), evidence)
 

@@ -9,6 +9,7 @@ bytes b, worth 2^(b - 127); 255 is not a number. Decoding is exact in bfloat16 a
 import functools
 
 import torch
+from torch import nn
 
 FP8_BLOCK = 128
 FP4_GROUP = 32
@@ -42,20 +43,38 @@ def quantise_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | No
     `None` if there are none: only a weight that was decoded from this format has them.
     """
     rows, columns = weight.shape
-    padded = torch.nn.functional.pad(
-        weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
-    )
+    padded = nn.functional.pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.unflatten(0, (-1, FP8_BLOCK)).unflatten(2, (-1, FP8_BLOCK))
-    # The smallest power of two that brings the block into range, as the published quantiser does.
-    largest = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4)
-    mantissa, exponent = torch.frexp(largest / FP8_MAX)
-    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    factors = torch.ldexp(torch.ones_like(largest), exponent)[:, None, :, None]
+    exponent = _scale_exponent(blocks.abs().amax(dim=(1, 3)))
+    factors = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    factors = factors[:, None, :, None]
     codes = (blocks / factors).to(torch.float8_e4m3fn)
     if not torch.equal(codes.float() * factors, blocks):
         return None
     scale = (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale
+
+
+def round_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
+    """
+    `x` rounded to E4M3 values times a power of two for each `group` of channels, in its own dtype:
+    what the published kernels make of activations before an FP8 or FP4 projection.
+    """
+    width = x.shape[-1]
+    grouped = nn.functional.pad(x.float(), (0, -width % group)).unflatten(-1, (-1, group))
+    exponent = _scale_exponent(grouped.abs().amax(dim=-1, keepdim=True))
+    factors = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    codes = (grouped / factors).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * factors).flatten(-2)[..., :width].to(x.dtype)
+
+
+def _scale_exponent(largest: torch.Tensor) -> torch.Tensor:
+    """
+    Exponent of the smallest power of two that brings `largest` into the range of E4M3, as the
+    published quantiser chooses it.
+    """
+    mantissa, exponent = torch.frexp(largest.float().clamp(min=1e-4) / FP8_MAX)
+    return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 
 def dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

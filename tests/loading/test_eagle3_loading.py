@@ -185,9 +185,7 @@ def test_auto_classes_do_not_build_a_small_model(tmp_path, architecture):
 @pytest.mark.parametrize(
     "raw",
     [
-        {"architectures": ["LlamaForCausalLMEagle3"]},
         {"architectures": ["Eagle3DraftModel"]},
-        {"speculators_model_type": "eagle3", "architectures": ["Qwen3Eagle3Model"]},
         {"architectures": ["Qwen3Eagle3Model"], "dspark_block_size": 5},
     ],
     ids=str,
@@ -196,6 +194,25 @@ def test_other_layouts_are_not_taken_for_this_one(raw):
     """B071: the order of detection."""
     with pytest.raises(UnsupportedCheckpointError):
         detect_dialect(raw, "here")
+    assert is_foreign_drafter(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "dialect"),
+    [
+        ({"architectures": ["Qwen3Eagle3Model"]}, "deepspec_eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        (
+            {"speculators_model_type": "eagle3", "architectures": ["Qwen3Eagle3Model"]},
+            "speculators_eagle3",
+        ),
+    ],
+    ids=str,
+)
+def test_which_layout_of_eagle3_it_is(raw, dialect):
+    """B071: the container says more than the architecture does."""
+    assert detect_dialect(raw, "here") == dialect
+    assert is_eagle3(raw)
     assert is_foreign_drafter(raw)
 
 
@@ -218,7 +235,10 @@ def test_a_missing_fact_is_not_guessed(tmp_path, key):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, "layers is 2.*has 1"),
+        (
+            {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+            "layers is 2, and the weights hold 1 draft",
+        ),
         (
             {
                 "layer_types": ["sliding_attention"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import edit_config, edit_tensors, no_weights_loaded, read_json
+from checkpoints import GOLDEN, edit_config, edit_tensors, no_weights_loaded, read_json
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
 from dspark_hf.loading.adapting import halves_first
 from dspark_hf.loading.description import describe
@@ -288,6 +288,22 @@ def test_the_other_layout_can_be_forced(tmp_path):
     with pytest.raises(ValueError, match="block_layout is 'auto'; it can be 'anchor_first' or"):
         DSparkDrafter.from_pretrained(folder, block_layout="auto")
     assert describe(str(folder), block_layout="anchor_first")["block_size"] == 5
+
+
+def test_the_depth_of_the_target_is_taken_where_it_is_not_stated(tmp_path):
+    """B070: compared where it is stated, checked against the taps where it is not."""
+    folder, _ = specforge(tmp_path)
+    assert DSparkDrafter.from_pretrained(folder, num_target_layers=4).config.num_target_layers == 4
+    with pytest.raises(ValueError, match=r"num_target_layers=9 was given, and config.json says 4"):
+        DSparkDrafter.from_pretrained(folder, num_target_layers=9)
+    speculators = GOLDEN.parent / "golden_speculators" / "dspark_full"
+    told = DSparkDrafter.from_pretrained(speculators, num_target_layers=8)
+    assert told.config.num_target_layers == 8
+    with pytest.raises(ValueError, match="contains 6, but a target of 6 layers"):
+        DSparkDrafter.from_pretrained(speculators, num_target_layers=6)
+    told.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="dspark layout, which states its facts"):
+        DSparkDrafter.from_pretrained(tmp_path / "own", block_layout="infill")
 
 
 def test_shifted_labels_make_a_dflash_drafter_anchor_first(tmp_path):

@@ -10,6 +10,8 @@ from checkpoints import same_weights
 from dspark_hf import DSparkDrafter
 from dspark_hf.backbones import deepseek_v4
 from dspark_hf.backbones.context_cache import ContextLayer
+from dspark_hf.backbones.fp8_simulation import simulate_fp8
+from dspark_hf.quantised import round_to_fp8
 from tiny_v4 import (
     V4,
     V4_QUANTISED,
@@ -180,6 +182,28 @@ def test_kernels_without_attention_sinks_are_refused(attention):
     drafter = make_v4_drafter()
     assert drafter.config._attn_implementation == "eager"
     assert {layer.self_attn.config._attn_implementation for layer in drafter.layers} == {"eager"}
+
+
+def test_the_rounding_of_the_released_kernels_can_be_simulated():
+    """Nearly the same drafts; the latents lie on the FP8 grid but for their rotated channels."""
+    drafter = load_golden_drafter(V4_QUANTISED)
+    before = [block.base_logits for block in run_rounds(drafter, V4_QUANTISED)]
+    with simulate_fp8(drafter):
+        context = drafter.new_context(1)
+        drafter.extend(context, golden(V4_QUANTISED)["round1.context_features"])
+        blocks = run_rounds(drafter, V4_QUANTISED)
+    moved = differences(blocks, V4_QUANTISED)
+    assert min(moved) > CLEARLY
+    for block, plain in zip(blocks, before, strict=True):
+        cosine = torch.nn.functional.cosine_similarity(block.base_logits, plain, dim=-1)
+        assert cosine.min() > 0.95
+    latents = context.cache.layers[0].keys[:, 0, :24]
+    assert torch.equal(round_to_fp8(latents[..., :48], 64), latents[..., :48])
+    assert not torch.equal(round_to_fp8(latents[..., 48:], 64), latents[..., 48:])
+    after = run_rounds(drafter, V4_QUANTISED)
+    assert all(torch.equal(a.base_logits, b) for a, b in zip(after, before, strict=True))
+    with pytest.raises(ValueError, match="experts in floating point"), simulate_fp8(loaded(V4)):
+        pass
 
 
 # -- negative controls: each mistake that others have made is visible in the numbers ---------------

@@ -165,7 +165,7 @@ def test_greedy_is_exact(name):
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"speculators_config": {}}, "how many tokens are proposed"),
         ({"eagle_aux_hidden_state_layer_ids": None}, "lacks eagle_aux_hidden_state_layer_ids"),
-        ({"transformer_layer_config.num_hidden_layers": 2}, "an Eagle3 drafter has 1 layer"),
+        ({"transformer_layer_config.num_hidden_layers": 2}, "weights hold 1 draft layers"),
     ],
 )
 def test_what_is_refused(tmp_path, change, message):

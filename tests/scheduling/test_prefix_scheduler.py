@@ -59,6 +59,14 @@ def test_early_stop_is_optimal_where_a_token_never_gets_cheaper(layout, load):
         assert plan(survival, curve, best_count, layout, load)[0] == lengths
 
 
+def test_what_brings_nothing_is_not_admitted():
+    """Algorithm 1 asks for more, not for as much; of equal steps the shortest is the best."""
+    assert int(early_stop(torch.tensor([1.0, 1.0, 2.0]))) == 0
+    assert int(early_stop(torch.tensor([1.0, 2.0, 2.0, 3.0]))) == 1
+    assert int(early_stop(torch.tensor([1.0, 2.0, 3.0]))) == 2
+    assert int(best_count(torch.tensor([1.0, 2.0, 2.0]))) == 1
+
+
 def test_a_search_reaches_past_a_cliff_where_the_early_stop_stays():
     """B119: the third token costs a step of the stairs that holds five."""
     survival = torch.tensor([[0.95, 0.9, 0.85, 0.8, 0.75]], dtype=torch.float64)

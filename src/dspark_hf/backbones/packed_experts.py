@@ -35,6 +35,8 @@ class PackedExperts(nn.Module):
         self.gate_up_scale = _bytes(experts, 2 * width, hidden // FP4_GROUP)
         self.down_proj = _bytes(experts, hidden, width // 2)
         self.down_scale = _bytes(experts, hidden, width // FP4_GROUP)
+        # Passes on what goes into the down projections; a place for hooks.
+        self.down_input = nn.Identity()
         self.act_fn = ACT2FN[config.hidden_act]
         self.limit = config.swiglu_limit
 
@@ -56,6 +58,7 @@ class PackedExperts(nn.Module):
             activated = self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
             # The reference weighs an expert before its down projection.
             activated = (activated * top_k_weights[token, choice, None].float()).to(dtype)
+            activated = self.down_input(activated)
             down = dequantise_fp4(self.down_proj[expert], self.down_scale[expert], dtype)
             total.index_add_(0, token, F.linear(activated, down).float())
         return total.to(dtype)

@@ -77,12 +77,12 @@ def run_probe(
     )
     console.print(_table(result))
     advice = f"block_layout={layout_name(result.best.anchor_predicts)!r}"
-    if result.best == result.stated:
-        console.print("The drafter is read as it agrees best.")
-    elif result.decided:
+    if result.best != result.stated:
         console.print(f"[bold]Another reading agrees better.[/] {_difference(result)} ({advice})")
+    elif result.decided:
+        console.print("The drafter is read as it agrees best.")
     else:
-        console.print(f"Undecided: the lead is within chance. Use more anchors. ({advice})")
+        console.print("Undecided: no lead is beyond chance. Use more anchors or prompts.")
     return result.to_dict()
 
 

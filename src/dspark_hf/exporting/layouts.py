@@ -75,6 +75,9 @@ def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
     kinds = getattr(body, "layer_types", None) or ["full_attention"]
     is_gemma = body.model_type == "gemma4_text"
     obstacles = {
+        f"{body.model_type} layers (DeepSpec draft layers are Qwen3's or Gemma 4's)": (
+            body.model_type not in _DEEPSPEC_ARCHITECTURES
+        ),
         "an infill block (the anchor slot of DeepSpec blocks predicts)": not config.anchor_predicts,
         "causal draft layers": bool(config.causal_layers),
         "sliding draft layers": "sliding_attention" in kinds,

@@ -21,7 +21,7 @@ from .detection import (
     UnsupportedCheckpointError,
     detect_dialect,
 )
-from .dialects import read_dialect
+from .dialects import read_dialect, refuse_stated
 from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
@@ -98,6 +98,7 @@ def read_facts(
     dialect = detect_dialect(raw, source, tensors)
     try:
         if dialect == DEEPSEEK_V4:
+            refuse_stated(source, dialect, block_layout, num_target_layers)
             reading = deepseek_v4.read_deepseek_v4(ConfigReader(raw, source, tensors), **hub)
             own = meta_state(cls, reading.config)
             deepseek_v4.check_stored(own, reading.config, tensors, source)

@@ -55,18 +55,15 @@ def read_dialect(
         block_layout (`str`, *optional*):
             `"anchor_first"` or `"infill"`, over what the checkpoint says.
         num_target_layers (`int`, *optional*):
-            Depth of the target, for EAGLE-3 files that leave their taps to a rule over it.
+            Depth of the target, where the layout does not record it; some EAGLE-3 files leave their
+            taps to a rule over it.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
     """
     reader = ConfigReader(raw, source, tensors)
     if dialect in OWN_LAYOUTS:
-        if block_layout is not None:
-            raise ValueError(
-                f"{source} is in this library's own layout, which says how its blocks are laid "
-                "out; block_layout is for published layouts that do not."
-            )
+        refuse_stated(source, dialect, block_layout, num_target_layers)
         reader.require("backbone_config", "backbone_config")
         for key in _OWN_LAYER_FACTS:
             reader.require(key, f"backbone_config.{key}")
@@ -85,6 +82,30 @@ def read_dialect(
         reading = read_speculators(reader, block_layout)
     else:
         reading = read_dflash_family(reader, dialect, block_layout)
+    _settle_depth(reading, num_target_layers, source)
     return dataclasses.replace(
         reading, origins=reader.origins, unread=reader.unread(), warnings=reader.warnings
     )
+
+
+def refuse_stated(source: str, dialect: str, *told: Any) -> None:
+    """Raise `ValueError` where a caller gives facts that the layout states by itself."""
+    if any(value is not None for value in told):
+        raise ValueError(
+            f"{source} is in the {dialect} layout, which states its facts; block_layout and "
+            "num_target_layers are for published layouts that leave them out."
+        )
+
+
+def _settle_depth(reading: Reading, told: int | None, source: str) -> None:
+    """Take the target's depth from the caller where the layout does not record it."""
+    stated = reading.config.num_target_layers
+    if told is None or told == stated:
+        return
+    if stated is not None:
+        raise ValueError(
+            f"{source}: num_target_layers={told} was given, and config.json says {stated}. Leave it "
+            "out; it is for layouts that do not record the target's depth."
+        )
+    reading.config.num_target_layers = told
+    reading.config.validate_drafter()

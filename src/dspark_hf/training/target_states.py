@@ -22,14 +22,15 @@ class TargetReader:
     Runs a frozen target on training batches.
 
     Args:
-        target (`PreTrainedModel`): decoder-only; put into evaluation mode.
+        target (`PreTrainedModel`): decoder-only; put into evaluation mode and frozen.
         target_layer_ids (`list[int]`): the drafter's taps.
         with_normaliser (`bool`, *optional*, defaults to `False`):
             Also compute the log-sum-exp of the logits of every position, which a reduced draft
             vocabulary makes use of when it is kept.
 
     Raises:
-        `ValueError`: the target's logits are not its head applied to its last hidden states.
+        `ValueError`: the target's logits are not its head applied to its last hidden states, or the
+            head is quantised or has a bias.
     """
 
     def __init__(

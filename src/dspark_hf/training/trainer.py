@@ -45,6 +45,11 @@ class DSparkTrainer(Trainer):
             [`FeatureCache`] of the training and of the evaluation examples; by default the target
             runs on every batch.
         chunk_rows (`int`, *optional*, defaults to 1024): rows scored over the vocabulary at a time.
+
+    Raises:
+        `ValueError`: the drafter was made for another target, the target cannot be read (see
+            [`TargetReader`]), or one process sees several accelerators.
+        `OSError`: a checkpoint could not be written; earlier ones are whole.
     """
 
     def __init__(
