@@ -59,9 +59,9 @@ class DraftContext:
         windows: list[int | None],
         input_embeddings: nn.Module,
         output_embeddings: nn.Module,
-        start_position: int = 0,
+        start_position: int | torch.Tensor = 0,
     ):
-        self.lengths = torch.full((batch_size,), start_position, dtype=torch.long)
+        self.lengths = torch.zeros(batch_size, dtype=torch.long) + start_position
         self.cache = Cache(layers=[ContextLayer(window) for window in windows])
         self.input_embeddings = input_embeddings
         self.output_embeddings = output_embeddings
@@ -70,18 +70,39 @@ class DraftContext:
 
     @property
     def position(self) -> int:
-        """The position that the next row of every row of the batch takes."""
+        """The position that the next context row takes, in the first row of the batch."""
         return int(self.lengths[0])
+
+    @property
+    def start(self) -> int | torch.Tensor:
+        """The position that comes next: one number, or `(R,)` where rows differ."""
+        return self.position if bool((self.lengths == self.position).all()) else self.lengths
 
     def skip(self, num_positions: int) -> None:
         """Pass over committed positions that the drafter will not look at."""
         self.lengths = self.lengths + num_positions
 
-    def append(self, keys_values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Commit rows, given keys and values for each draft layer."""
+    def append(
+        self, keys_values: list[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None = None
+    ) -> None:
+        """
+        Commit rows, given keys and values for each draft layer.
+
+        Args:
+            keys_values (`list`): `(R, kv_heads, T, head_dim)` keys and values.
+            mask (`torch.Tensor` of shape `(R, T)`, on the CPU, *optional*):
+                which of the T entries belong to a row; all by default.
+        """
         for layer, (keys, values) in zip(self.cache.layers, keys_values, strict=True):
-            layer.append(keys, values)
-        self.lengths = self.lengths + keys_values[0][0].shape[-2]
+            layer.append(keys, values, mask)
+        added = keys_values[0][0].shape[-2] if mask is None else mask.sum(dim=1)
+        self.lengths = self.lengths + added
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        self.lengths = self.lengths[rows]
+        for layer in self.cache.layers:
+            layer.select(rows)
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -235,9 +235,11 @@ class DrafterModel(PreTrainedModel):
         return full
 
     def _rotary(
-        self, x: torch.Tensor, start: int, length: int
+        self, x: torch.Tensor, start: int | torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        position_ids = torch.arange(start, start + length, device=x.device).unsqueeze(0)
+        """Of `length` positions from `start` on: one number, or one for each row `(R,)`."""
+        start = start if isinstance(start, int) else start.to(x.device)[:, None]
+        position_ids = torch.atleast_2d(torch.arange(length, device=x.device) + start)
         return self.backbone.position_embeddings(self.rotary_emb, x, position_ids)
 
     # -- generate

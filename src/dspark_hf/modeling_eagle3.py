@@ -17,6 +17,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from .backbones import eagle3
+from .backbones.block_mask import additive
 from .configuration_eagle3 import Eagle3Config
 from .drafting import DraftBlock, DraftContext, probabilities, sample
 from .modeling_drafter import DrafterModel, refuse_nan
@@ -28,13 +29,24 @@ class Eagle3Context(DraftContext):
 
     Attributes:
         last_hidden (`torch.Tensor` of shape `(R, 1, H)`, *optional*):
-            Projected features of the last committed position. Its row pairs them with the anchor
-            and is run by `draft`; all rows before it are in the cache.
+            Projected features of each row's last committed position. Its row pairs them with the
+            anchor and is run by `draft`; all rows before it are in the cache.
         last_ids (`torch.Tensor` of shape `(R, 1)`, *optional*): the token that followed it.
+        has_last (`torch.Tensor` of shape `(R, 1)`, on the CPU): rows that hold any position.
     """
 
-    last_hidden: torch.Tensor | None = None
-    last_ids: torch.Tensor | None = None
+    def __init__(self, batch_size: int, *args: Any):
+        super().__init__(batch_size, *args)
+        self.last_hidden: torch.Tensor | None = None
+        self.last_ids: torch.Tensor | None = None
+        self.has_last = torch.zeros(batch_size, 1, dtype=torch.bool)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        super().select(rows)
+        self.has_last = self.has_last[rows]
+        if self.last_hidden is not None and self.last_ids is not None:
+            self.last_hidden, self.last_ids = self.last_hidden[rows], self.last_ids[rows]
 
 
 class Eagle3Drafter(DrafterModel):
@@ -67,14 +79,17 @@ class Eagle3Drafter(DrafterModel):
     # -- drafting
 
     def new_context(
-        self, batch_size: int, start_position: int = 0, target: PreTrainedModel | None = None
+        self,
+        batch_size: int,
+        start_position: int | torch.Tensor = 0,
+        target: PreTrainedModel | None = None,
     ) -> Eagle3Context:
         """
         An empty drafting state.
 
         Args:
             batch_size (`int`): R.
-            start_position (`int`, *optional*, defaults to 0):
+            start_position (`int` or `torch.Tensor` of shape `(R,)`, *optional*, defaults to 0):
                 Position of the first row that will be added; what lies before stays unknown to the
                 drafter.
             target (`PreTrainedModel`, *optional*):
@@ -86,7 +101,11 @@ class Eagle3Drafter(DrafterModel):
 
     @torch.no_grad()
     def extend(
-        self, context: Eagle3Context, features: torch.Tensor, token_ids: torch.Tensor
+        self,
+        context: Eagle3Context,
+        features: torch.Tensor,
+        token_ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> None:
         """
         Add the next T committed positions of every row to the context.
@@ -99,31 +118,58 @@ class Eagle3Drafter(DrafterModel):
             token_ids (`torch.Tensor` of shape `(R, T)`):
                 The token that follows each of those positions; the last one is the anchor of the
                 next block.
+            mask (`torch.Tensor` of shape `(R, T)`, *optional*):
+                Which entries are committed positions of their row, where rows commit different
+                numbers of them or are padded. All by default.
         """
         hidden = self._project(context, features)
-        if token_ids.shape != features.shape[:2]:
-            raise ValueError(
-                f"token_ids have shape {tuple(token_ids.shape)} and features "
-                f"{tuple(features.shape)}; every position needs the id of the token that follows "
-                "it, the anchor at last."
-            )
+        for name, given in (("token_ids", token_ids), ("mask", mask)):
+            if given is not None and given.shape != features.shape[:2]:
+                raise ValueError(
+                    f"{name} has shape {tuple(given.shape)} and features have "
+                    f"{tuple(features.shape)}; every row and position needs an entry of it, (R, T)."
+                )
         if features.shape[1] == 0:
             return
-        first, last_ids = context.position, token_ids[:, -1:]
-        token_ids = token_ids[:, :-1]
+        new = torch.ones(token_ids.shape, dtype=torch.bool) if mask is None else mask.cpu().bool()
+        start = context.lengths - context.has_last[:, 0].long()
+        context.lengths = context.lengths + new.sum(dim=1)
         if context.last_hidden is not None and context.last_ids is not None:
             # The row that was drafted from last time: its token is committed now.
             hidden = torch.cat((context.last_hidden, hidden), dim=1)
             token_ids = torch.cat((context.last_ids.to(token_ids.device), token_ids), dim=1)
-            first -= 1
-        context.last_hidden, context.last_ids = hidden[:, -1:], last_ids
-        if token_ids.shape[1]:
-            embedded = self._embed(context.input_embeddings, token_ids)
-            rotary = self._rotary(embedded, first, token_ids.shape[1])
-            layer = self.layers[0]
-            pairs = layer.attention_input(embedded, hidden[:, :-1])
-            context.cache.layers[0].append(*self.backbone.context_key_values(layer, pairs, rotary))
-        context.lengths = context.lengths + features.shape[1]
+            new = torch.cat((context.has_last, new), dim=1)
+        # Of each row, all but its last position are complete.
+        last = (new * torch.arange(1, new.shape[1] + 1)).argmax(dim=1, keepdim=True)
+        context.has_last = new.any(dim=1, keepdim=True)
+        at = last.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
+        context.last_hidden = hidden.gather(1, at)
+        context.last_ids = token_ids.gather(1, last.to(token_ids.device))
+        positions = start[:, None] + (new.cumsum(dim=1) - 1).clamp(min=0)
+        new = new.scatter(1, last, False)
+        self._append(context, token_ids, hidden, positions, new)
+
+    def _append(
+        self,
+        context: Eagle3Context,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> None:
+        """Keys and values of those rows `(R, T)` of which the mask says that they are complete."""
+        width = int((mask * torch.arange(1, mask.shape[1] + 1)).max())
+        if width == 0:
+            return
+        mask, token_ids, hidden = mask[:, :width], token_ids[:, :width], hidden[:, :width]
+        embedded = self._embed(context.input_embeddings, token_ids)
+        rotary = self.backbone.position_embeddings(
+            self.rotary_emb, embedded, positions[:, :width].to(embedded.device)
+        )
+        layer = self.layers[0]
+        pairs = layer.attention_input(embedded, hidden)
+        keys, values = self.backbone.context_key_values(layer, pairs, rotary)
+        context.cache.layers[0].append(keys, values, None if bool(mask.all()) else mask)
 
     @torch.no_grad()
     def draft(
@@ -150,20 +196,20 @@ class Eagle3Drafter(DrafterModel):
                 All committed tokens up to the anchor; what the processors see in front of the
                 drafted path.
         """
-        if context.last_hidden is None:
+        if not bool(context.has_last.all()) or context.last_hidden is None:
             raise ValueError(
-                "The context is empty, and an Eagle3 drafter drafts from the features of the "
-                "position before the anchor. Call drafter.extend first."
+                "The context of a row is empty, and an Eagle3 drafter drafts from the features of "
+                "the position before the anchor. Call drafter.extend first."
             )
         limit = self.config.block_size if context.limit is None else context.limit
         path = (anchor_ids[:, None] if input_ids is None else input_ids).to(self.device)
         previous, hidden = anchor_ids.to(self.device), context.last_hidden
         tokens, logits, base_logits, states = [], [], [], []
         rows = context.cache.layers[0]
-        num_rows = rows.length
+        num_rows, visible = rows.length, rows.visible(0)
         try:
             for k in range(min(limit, self.config.block_size)):
-                hidden = self._run_row(context, previous, hidden, context.position - 1 + k)
+                hidden = self._run_row(context, previous, hidden, k, visible)
                 # The row stays visible to the ones behind it, until the block is drafted.
                 rows.length += 1
                 states.append(self.norm(hidden))
@@ -210,11 +256,25 @@ class Eagle3Drafter(DrafterModel):
         return self.draft(context, token_ids[:, -1], **kwargs)
 
     def _run_row(
-        self, context: Eagle3Context, token_ids: torch.Tensor, hidden: torch.Tensor, position: int
+        self,
+        context: Eagle3Context,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        step: int,
+        visible: torch.Tensor | None,
     ) -> torch.Tensor:
         """
-        Layer output `(R, 1, H)` of one row: tokens `(R,)` paired with hidden states `(R, 1, H)`.
+        Layer output `(R, 1, H)` of the row of one draft step: tokens `(R,)` paired with hidden
+        states `(R, 1, H)`. `visible` `(R, keys)` is what rows of different lengths see of the
+        context; drafted rows see all drafted rows before them.
         """
         embedded = self._embed(context.input_embeddings, token_ids[:, None])
-        rotary = self._rotary(embedded, position, 1)
-        return self.layers[0](embedded, hidden, rotary, context.cache)
+        rotary = self._rotary(embedded, context.start - 1 + step, 1)
+        mask = None
+        if visible is not None:
+            drafted = torch.ones(len(visible), step + 1, dtype=torch.bool)
+            mask = torch.cat((visible, drafted), dim=1)
+            # FlashAttention takes out what is padding; the other kernels add a mask.
+            is_flash = "flash" in (self.config._attn_implementation or "")
+            mask = mask.to(self.device) if is_flash else additive(mask[:, None], embedded)
+        return self.layers[0](embedded, hidden, rotary, context.cache, mask)

@@ -328,7 +328,7 @@ def test_the_anchor_given_is_the_anchor_used():
 def test_token_ids_that_do_not_fit_their_features(shape):
     """B111: both shapes are told."""
     drafter = make_eagle3()
-    with pytest.raises(ValueError, match=r"token_ids have shape .*\(1, 5, 96\)"):
+    with pytest.raises(ValueError, match=r"token_ids has shape .*\(1, 5, 96\)"):
         drafter.extend(
             drafter.new_context(1),
             torch.randn(1, 5, 3 * HIDDEN),
@@ -347,9 +347,42 @@ def test_features_that_do_not_fit():
         )
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rows_of_different_lengths_equal_their_single_runs(attention):
+    """B050, B055: ragged rounds, padding in front, a round without news, rows that leave."""
+    drafter = make_eagle3(attn_implementation=attention)
+    features, ids = torch.randn(3, 12, 3 * HIDDEN), torch.randint(3, 90, (3, 12))
+    rounds = [[5, 2, 4], [1, 4, 0], [3, 3, 1]]
+    rows = [0, 1, 2]
+    context = drafter.new_context(3)
+    done = [0, 0, 0]
+    for number, counts in enumerate(rounds):
+        width = max(counts)
+        part = torch.full((len(rows), width, 3 * HIDDEN), 9.0)
+        tokens = torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros(len(rows), width, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            # The prompt stands at the right, later rounds at the left.
+            at = slice(width - counts[row], width) if number == 0 else slice(0, counts[row])
+            new = slice(done[row], done[row] + counts[row])
+            part[i, at], tokens[i, at], mask[i, at] = features[row, new], ids[row, new], True
+            done[row] += counts[row]
+        drafter.extend(context, part, token_ids=tokens, mask=mask)
+        assert context.lengths.tolist() == [done[row] for row in rows]
+        anchors = torch.stack([ids[row, done[row] - 1] for row in rows])
+        block = drafter.draft(context, anchors)
+        for i, row in enumerate(rows):
+            single = drafter(features[row : row + 1, : done[row]], ids[row : row + 1, : done[row]])
+            torch.testing.assert_close(block.logits[i], single.logits[0], atol=1e-4, rtol=1e-4)
+            assert torch.equal(block.tokens[i], single.tokens[0])
+        if number == 1:
+            rows = [2, 0]
+            context.select(rows)
+
+
 def test_drafting_from_nothing():
     drafter = make_eagle3()
-    with pytest.raises(ValueError, match=r"context is empty.*extend first"):
+    with pytest.raises(ValueError, match=r"row is empty.*extend first"):
         drafter.draft(drafter.new_context(1), torch.tensor([5]))
 
 

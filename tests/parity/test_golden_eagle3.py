@@ -137,11 +137,8 @@ def test_control_normed_state_is_recycled(monkeypatch):
     drafter = load()
     run_row = drafter._run_row
 
-    def recycling(context, token_ids, hidden, position):
-        is_recycled = hidden is not context.last_hidden
-        return run_row(
-            context, token_ids, drafter.norm(hidden) if is_recycled else hidden, position
-        )
+    def recycling(context, token_ids, hidden, step, visible):
+        return run_row(context, token_ids, drafter.norm(hidden) if step else hidden, step, visible)
 
     monkeypatch.setattr(drafter, "_run_row", recycling)
     blocks, record = run_rounds(drafter), golden()

@@ -205,7 +205,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         unknown = features.shape[1] - following.shape[1]
         if unknown:
             # The prompt was given as embeddings: the drafter starts with the text behind it.
-            self.context.lengths = self.context.lengths + unknown
+            self.context.skip(unknown)
             logger.warning(
                 "An Eagle3 drafter reads the prompt's token ids, and %d positions were given as "
                 "inputs_embeds alone; it drafts without them and gets fewer tokens accepted. Pass "
