@@ -139,6 +139,26 @@ def test_one_file_with_everything(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in drafter.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_hosts_loading_options(tmp_path, dtype):
+    """Precision and placement are the host's business; packed bytes are left alone."""
+    folder = copy_repository(tmp_path / "v4", V4_QUANTISED)
+    (folder / "generation_config.json").write_text('{"temperature": 0.3}', encoding="utf-8")
+    drafter, info = DSparkDrafter.from_pretrained(
+        folder, dtype=dtype, device_map={"": "cpu"}, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert drafter.dtype == dtype
+    experts = drafter.layers[2].mlp.experts
+    assert {value.dtype for value in experts.state_dict().values()} == {torch.uint8}
+    expected = load_golden_drafter(V4_QUANTISED, bound=False).layers[2].mlp.experts
+    assert torch.equal(experts.down_proj, expected.down_proj)
+    assert drafter.name_or_path == drafter.config.name_or_path == str(folder)
+    # The generation config beside the target is the target's.
+    assert drafter.generation_config.temperature != 0.3
+
+
 def test_no_confidence_head_is_a_drafter_without_one(tmp_path):
     folder = copy_repository(tmp_path / "v4")
     edit_shard(folder, 4, drop=("mtp.2.confidence_head.proj.weight",))

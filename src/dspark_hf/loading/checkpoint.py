@@ -213,7 +213,9 @@ def load_drafter(
     is_own = facts.dialect == cls.config_class.model_type
     config = given if is_own and isinstance(given, cls.config_class) else facts.config
     generation_config = kwargs.pop("generation_config", None)
-    stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if generation_config is None else None
+    # A target's generation config is not its drafter's.
+    has_own = generation_config is None and facts.dialect != DEEPSEEK_V4
+    stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if has_own else None
     if stored is not None:
         generation_config = GenerationConfig.from_pretrained(os.path.dirname(stored))
     want_info = kwargs.pop("output_loading_info", False)

@@ -25,7 +25,6 @@ from .speculators import read_speculators, read_speculators_eagle3
 _OWN_LAYER_FACTS = (
     "model_type",
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "rms_norm_eps",
@@ -67,6 +66,12 @@ def read_dialect(
         reader.require("backbone_config", "backbone_config")
         for key in _OWN_LAYER_FACTS:
             reader.require(key, f"backbone_config.{key}")
+        # The width of one expert, where the layers are mixtures of them.
+        reader.require(
+            "intermediate_size",
+            "backbone_config.intermediate_size",
+            "backbone_config.moe_intermediate_size",
+        )
         check_depth(reader, raw["backbone_config"]["num_hidden_layers"])
         own = DSparkConfig if dialect == DSparkConfig.model_type else Eagle3Config
         return Reading(own.from_dict(raw))
