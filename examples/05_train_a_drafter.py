@@ -26,7 +26,7 @@ from dspark_hf.training.data import DraftDataset, make_example, usable_rows
 from dspark_hf.training.trainer import DSparkTrainer
 
 # Hidden size, target layers, target steps, drafter steps.
-SIZES = {"small": (64, 3, 120, 100), "full": (160, 5, 300, 400)}
+SIZES = {"small": (64, 3, 150, 150), "full": (160, 5, 300, 400)}
 
 ANIMALS = ["fox", "bear", "owl", "hare", "wolf", "deer", "toad", "mole", "crow", "swan", "newt"]
 HOMES = ["forest", "meadow", "river", "cave", "marsh", "hill", "garden", "valley"]

@@ -274,6 +274,13 @@ def test_our_own_layout_gets_a_card_too(tmp_path):
     assert f"`{NAME}`" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["/models/target", "a/b/c", None])
+def test_a_folder_is_no_base_model(tmp_path, name):
+    """The front matter of a card names repositories only."""
+    export_drafter(make_drafter(), tmp_path / "out", "deepspec", target_name=name)
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model is None
+
+
 def test_a_target_names_itself(tmp_path):
     """Its name and class come from the model, for the card and for the verifier entry."""
     target = make_target()

@@ -90,6 +90,7 @@ def test_the_report_shows_the_figures_of_the_results(results, files):
     mean_ece = results["results"][0]["pooled"]["confidence"]["mean_ece"]
     assert f"{mean_ece:.3f} |" in text
     assert "first over it" in text
+    assert "first 4 of 4, second 4 of 4" in text
     plots = [f"{name}_t{t}.png" for t in (0, 1) for name in ("acceptance", "reliability_first")]
     for name in plots:
         assert f"]({name})" in text
@@ -167,6 +168,18 @@ def test_without_matplotlib_the_report_has_no_plots_and_says_so(files, monkeypat
     assert "png" not in (files / "bare" / "report.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="matplotlib"):
         evaluating.run_sweep(None, [], "layers", 0.0, files / "s.png")
+
+
+def test_sets_stand_in_the_order_asked_for_or_in_the_papers(tmp_path):
+    """Others of a folder come behind, by name."""
+    for name in ("alpaca", "gsm8k", "own", "aaa", "mbpp"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "text"}')
+
+    def order(*tasks):
+        return [prompt_set.name for prompt_set in evaluating.load_sets(tmp_path, tasks, None)]
+
+    assert order() == ["gsm8k", "mbpp", "alpaca", "aaa", "own"]
+    assert order("own", "gsm8k") == ["own", "gsm8k"]
 
 
 def test_drafters_are_named_by_what_tells_them_apart():

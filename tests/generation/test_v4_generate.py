@@ -201,7 +201,7 @@ def test_the_string_form_finds_the_drafter_in_the_targets_folder():
 
 # -- sampling
 
-VOCAB, LENGTH, CALLS = 4, 3, 300
+VOCAB, LENGTH, CALLS = 4, 3, 200
 TEMPERATURE = 0.7
 
 

@@ -89,14 +89,15 @@ def test_decay_is_that_of_the_released_drafters():
     torch.testing.assert_close(decay_weights(is_supervised, 7.0)[0, 1], torch.tensor(0.86688))
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_mask_by_enumeration(window):
-    """B127: context strictly before the anchor, the own block in both directions, nothing else."""
+def test_mask_by_enumeration(window, causal):
+    """B127: context strictly before the anchor, the own block, nothing else."""
     anchors, is_kept = torch.tensor([[2, 5], [4, 0]]), torch.tensor([[True, True], [True, False]])
     is_text = torch.ones(2, 7, dtype=torch.bool)
     is_text[1, 3:] = False
     width = 3
-    mask = many_anchor_mask(anchors, is_kept, is_text, width, window)
+    mask = many_anchor_mask(anchors, is_kept, is_text, width, window, causal)
     assert mask.shape == (2, 1, 6, 7 + 6)
     for row in range(2):
         for query in range(6):
@@ -108,4 +109,5 @@ def test_mask_by_enumeration(window):
                     expected &= window is None or key >= anchor - window
                 else:
                     expected = (key - 7) // width == block
+                    expected &= not causal or key - 7 <= query
                 assert mask[row, 0, query, key].item() == expected, (row, query, key)

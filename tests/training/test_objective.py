@@ -168,6 +168,7 @@ PATHS = {
     "anchor predicts nothing": lambda: make_drafter(anchor_predicts=False),
     "reduced vocabulary": make_reduced,
     "sliding window": make_sliding,
+    "one causal layer": lambda: make_drafter(causal_layers=[1]),
     "gemma4": make_gemma4,
     "one layer tapped, wide block": lambda: make_drafter(block_size=9, taps=(1,)),
 }

@@ -16,7 +16,7 @@ from ..evaluation.prompts import PromptSet, read_folder
 from ..evaluation.provenance import code_revision
 from ..evaluation.reporting import read_results, write_reports
 from ..evaluation.running import EvaluationSettings, evaluate
-from ..evaluation.tasks import check_task_names, load_tasks
+from ..evaluation.tasks import TASKS, load_tasks
 from .models import load_models
 from .tables import evaluation_tables
 
@@ -84,11 +84,11 @@ def run_evaluate(
 
 
 def load_sets(data: Path | None, tasks: Sequence[str], max_prompts: int | None) -> list[PromptSet]:
-    """Sets of a folder, or of the Hub."""
-    if data is not None:
-        return read_folder(data, tasks, max_prompts)
-    check_task_names(tasks)
-    return load_tasks(tasks, max_prompts)
+    """Sets of a folder, or of the Hub; in the order asked for, else in the paper's."""
+    if data is None:
+        return load_tasks(tasks, max_prompts)
+    sets, order = read_folder(data, tasks, max_prompts), [*tasks] or [*TASKS]
+    return sorted(sets, key=lambda s: order.index(s.name) if s.name in order else len(order))
 
 
 def short_names(drafters: Sequence[str]) -> list[str]:

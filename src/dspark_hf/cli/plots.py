@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"
 _PLOT_BINS = 10
 _MIN_COUNT = 10
+_MIN_SURVIVORS = 20
 
 
 def plotting() -> Any:
@@ -68,9 +69,11 @@ def plot_profile(profile: ThroughputProfile, path: Path) -> None:
 def plot_reliability(records: AcceptanceRecords, temperatures: torch.Tensor, path: Path) -> None:
     """Observed against predicted survival, before and after STS (figure 6 of the paper)."""
     plt = plotting()
-    positions = _spread(records.block_size, 4)
+    # Positions that hardly any round survives have nothing to show.
+    told = [r.position for r in assess(records) if r.count * r.survival >= _MIN_SURVIVORS]
+    positions = [told[i] for i in _spread(len(told), 4)] or [0]
     figure, panels = plt.subplots(
-        1, len(positions), figsize=(2.6 * len(positions), 2.9), layout="constrained", squeeze=False
+        1, len(positions), figsize=(3.1 * len(positions), 3.3), layout="constrained", squeeze=False
     )
     for axes, k in zip(panels[0], positions, strict=True):
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
@@ -125,17 +128,17 @@ def plot_loads(outcomes: dict[int, list[PolicyOutcome]], path: Path) -> None:
     plt = plotting()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     loads = list(outcomes)
-    for number, (name, colour) in enumerate(
+    for number, (name, colour, line) in enumerate(
         (
-            ("everything verified", GREY),
-            ("best fixed ℓ", GREEN),
-            ("best threshold", PURPLE),
-            ("scheduled, early stop", BLUE),
-            ("scheduled, lagged", ORANGE),
+            ("everything verified", GREY, "-"),
+            ("best fixed ℓ", GREEN, "-"),
+            ("best threshold", PURPLE, "-"),
+            ("scheduled, early stop", BLUE, "-"),
+            ("scheduled, lagged", ORANGE, "--"),
         )
     ):
         rows = [outcomes[load][number] for load in loads]
-        style = {"color": colour, "label": name, "linewidth": 1.6}
+        style = {"color": colour, "label": name, "linewidth": 1.6, "linestyle": line}
         left.plot(loads, [one.mean_verified for one in rows], **style)
         right.plot(loads, [one.speedup for one in rows], **style)
     left.set(ylabel="draft tokens verified per row", ylim=(0, None))
@@ -158,9 +161,9 @@ def name_of(outcome: PolicyOutcome) -> str:
     return f"scheduled, {'lagged' if settings.scheduler == LAGGED else 'early stop'}"
 
 
-def _spread(block_size: int, most: int) -> list[int]:
-    """Up to `most` positions from the first to the last."""
-    return sorted({round(k) for k in np.linspace(0, block_size - 1, min(most, block_size))})
+def _spread(count: int, most: int) -> list[int]:
+    """Up to `most` indices from the first to the last of `count`."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count))})
 
 
 def _title(*parts: str | None) -> str:

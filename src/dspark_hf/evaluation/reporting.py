@@ -77,6 +77,8 @@ def markdown_report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
         mode = "greedy" if temperature == 0 else "sampled"
         parts.append(f"## Temperature {temperature:g} ({mode})")
         parts.append("### Accepted length τ\n\n" + _tau_table(here))
+        if here[0]["pooled"]["same_text_as_plain"] is not None:
+            parts.append(_same_texts_line(here))
         parts.append("### Speed\n\n" + _speed_table(here))
         parts.append("### Acceptance by position\n\n" + _position_table(here))
         if any(result["pooled"]["confidence"] for result in here):
@@ -134,6 +136,18 @@ def _tau_table(results: Sequence[dict[str, Any]]) -> str:
         gains = [f"{100 * value:+.1f} %" for value in gain(results)[1:]]
         rows.append([f"{results[0]['drafter']} over it", "", "", *gains])
     return _table(["set", "prompts", *(r["drafter"] for r in results)], rows)
+
+
+def _same_texts_line(results: Sequence[dict[str, Any]]) -> str:
+    counts = ", ".join(
+        f"{result['drafter']} {result['pooled']['same_text_as_plain']} of "
+        f"{result['pooled']['num_prompts']}"
+        for result in results
+    )
+    return (
+        f"Answers equal to plain decoding's, token for token: {counts}. In float32 that is all of "
+        "them; in lower precision, near-ties can part the texts."
+    )
 
 
 def _speed_table(results: Sequence[dict[str, Any]]) -> str:

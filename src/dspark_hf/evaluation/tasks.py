@@ -117,7 +117,7 @@ DOMAINS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_task_names(names: Sequence[str]) -> None:
+def _check_names(names: Sequence[str]) -> None:
     """Raise `ValueError` for a name that is not one of the nine, listing them."""
     unknown = [name for name in names if name not in TASKS]
     if unknown:
@@ -139,7 +139,7 @@ def load_tasks(names: Sequence[str] = (), limit: int | None = None) -> list[Prom
         `ValueError`: unknown name, or `datasets` is not installed.
         `OSError`: the Hub does not answer, or a set is not what it was.
     """
-    check_task_names(names)
+    _check_names(names)
     try:
         import datasets
     except ImportError as error:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from ..configuration_dspark import DSparkConfig
 from .layouts import DEEPSPEC, SPECULATORS
@@ -96,7 +98,7 @@ def build_card(
     data = ModelCardData(
         library_name="dspark_hf",
         pipeline_tag="text-generation",
-        base_model=target,
+        base_model=_hub_id(target),
         tags=["speculative-decoding", "dspark" if config.markov_head_type else "dflash"],
         license=license or "other",
         license_name=None if license else UNKNOWN,
@@ -113,6 +115,17 @@ def build_card(
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{body}\n")
+
+
+def _hub_id(name: str | None) -> str | None:
+    """The name of a Hub repository; a folder of this machine is nobody else's base model."""
+    if name is None or os.path.isdir(name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def _what(config: DSparkConfig, layout: str, target: str | None) -> str:

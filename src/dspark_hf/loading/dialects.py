@@ -104,8 +104,8 @@ def _settle_depth(reading: Reading, told: int | None, source: str) -> None:
         return
     if stated is not None:
         raise ValueError(
-            f"{source}: num_target_layers={told} was given, and config.json says {stated}. Leave it "
-            "out; it is for layouts that do not record the target's depth."
+            f"{source}: num_target_layers={told} was given, and config.json says {stated}. Leave "
+            "it out; it is for layouts that do not record the target's depth."
         )
     reading.config.num_target_layers = told
     reading.config.validate_drafter()
