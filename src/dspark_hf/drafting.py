@@ -54,9 +54,9 @@ class DraftContext:
         windows: list[int | None],
         input_embeddings: nn.Module,
         output_embeddings: nn.Module,
-        start_position: int = 0,
+        start_position: int | torch.Tensor = 0,
     ):
-        self.lengths = torch.full((batch_size,), start_position, dtype=torch.long)
+        self.lengths = torch.zeros(batch_size, dtype=torch.long) + start_position
         self.cache = Cache(layers=[ContextLayer(window) for window in windows])
         self.input_embeddings = input_embeddings
         self.output_embeddings = output_embeddings
@@ -64,14 +64,45 @@ class DraftContext:
 
     @property
     def position(self) -> int:
-        """The position that the next row of every row of the batch takes."""
+        """The position that the next context row takes, in the first row of the batch."""
         return int(self.lengths[0])
 
-    def append(self, keys_values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Commit rows, given keys and values for each draft layer."""
+    def positions(self, length: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Positions of the next `length` entries of every row, from `lengths` on: `(R, length)`, or
+        `(1, length)` where all rows agree.
+
+        Args:
+            length (`int`): number of entries.
+            mask (`torch.Tensor` of shape `(R, length)`, *optional*):
+                which of them belong to a row; the others get a position without meaning.
+        """
+        if mask is not None:
+            return self.lengths[:, None] + (mask.cumsum(dim=1) - 1).clamp(min=0)
+        start = self.lengths[:1] if bool((self.lengths == self.lengths[0]).all()) else self.lengths
+        return start[:, None] + torch.arange(length)
+
+    def append(
+        self, keys_values: list[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None = None
+    ) -> None:
+        """
+        Commit rows, given keys and values for each draft layer.
+
+        Args:
+            keys_values (`list`): `(R, kv_heads, T, head_dim)` keys and values.
+            mask (`torch.Tensor` of shape `(R, T)`, on the CPU, *optional*):
+                which of the T entries belong to a row; all by default.
+        """
         for layer, (keys, values) in zip(self.cache.layers, keys_values, strict=True):
-            layer.append(keys, values)
-        self.lengths = self.lengths + keys_values[0][0].shape[-2]
+            layer.append(keys, values, mask)
+        added = keys_values[0][0].shape[-2] if mask is None else mask.sum(dim=1)
+        self.lengths = self.lengths + added
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        self.lengths = self.lengths[rows]
+        for layer in self.cache.layers:
+            layer.select(rows)
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -177,14 +177,17 @@ class DSparkDrafter(DSparkPreTrainedModel):
     # -- drafting
 
     def new_context(
-        self, batch_size: int, start_position: int = 0, target: PreTrainedModel | None = None
+        self,
+        batch_size: int,
+        start_position: int | torch.Tensor = 0,
+        target: PreTrainedModel | None = None,
     ) -> DraftContext:
         """
         An empty drafting state.
 
         Args:
             batch_size (`int`): R.
-            start_position (`int`, *optional*, defaults to 0):
+            start_position (`int` or `torch.Tensor` of shape `(R,)`, *optional*, defaults to 0):
                 Position of the first row that will be added; what lies before stays unknown to the
                 drafter.
             target (`PreTrainedModel`, *optional*):
@@ -206,7 +209,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         return DraftContext(batch_size, windows, embeddings, head, start_position)
 
     @torch.no_grad()
-    def extend(self, context: DraftContext, features: torch.Tensor) -> None:
+    def extend(
+        self, context: DraftContext, features: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
         """
         Add the next T committed positions of every row to the context.
 
@@ -215,6 +220,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
             features (`torch.Tensor` of shape `(R, T, n·H_target)`):
                 Tap outputs of those positions, concatenated in the order of
                 `config.target_layer_ids`.
+            mask (`torch.Tensor` of shape `(R, T)`, *optional*):
+                Which entries are committed positions of their row, where rows commit different
+                numbers of them or are padded. All by default.
         """
         rows, width = len(context.lengths), self.fc.in_features
         if features.dim() != 3 or features.shape[0] != rows or features.shape[2] != width:
@@ -223,13 +231,22 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 f"{width}): {len(self.config.target_layer_ids)} taps of width "
                 f"{self.config.target_hidden_size}."
             )
+        if mask is not None:
+            mask = mask.to("cpu", torch.bool)
+            if mask.shape != features.shape[:2]:
+                raise ValueError(
+                    f"mask has shape {tuple(mask.shape)} and features {tuple(features.shape)}; the "
+                    "mask says of each row and position whether it counts, (R, T)."
+                )
+            mask = None if bool(mask.all()) else mask
         if features.shape[1] == 0:
             return
         features = features.to(self.device, self.dtype)
         projected = self.hidden_norm(self.fc(features))
-        rotary = self._rotary(projected, context.position, features.shape[1])
+        rotary = self._rotary(projected, context.positions(features.shape[1], mask))
         context.append(
-            [self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers]
+            [self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers],
+            mask,
         )
 
     @torch.no_grad()
@@ -307,11 +324,25 @@ class DSparkDrafter(DSparkPreTrainedModel):
         block = block.to(_device_of(context.input_embeddings, block.device))
         hidden = self.backbone.embed(context.input_embeddings, block, self.config.backbone_config)
         hidden = hidden.to(self.device, self.dtype)
-        rotary = self._rotary(hidden, context.position, block.shape[1])
-        for layer in self.layers:
-            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache)
+        rotary = self._rotary(hidden, context.positions(block.shape[1]))
+        for layer, held in zip(self.layers, context.cache.layers, strict=True):
+            mask = self._row_mask(held.visible(block.shape[1]), hidden)
+            hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
         hidden = self.norm(hidden)
         return hidden if self.config.anchor_predicts else hidden[:, 1:]
+
+    def _row_mask(self, visible: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
+        """
+        Visibility `(R, keys)` of contexts of different lengths as the attention kernel wants it:
+        additive `(R, 1, W, keys)`, or as it is for FlashAttention, which takes out what is padding.
+        """
+        if visible is None:
+            return None
+        if "flash" in (self.config._attn_implementation or ""):
+            return visible.to(hidden.device)
+        mask = torch.zeros(visible.shape, dtype=hidden.dtype)
+        mask.masked_fill_(~visible, torch.finfo(hidden.dtype).min)
+        return mask.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[1], -1)
 
     def _base_logits(self, context: DraftContext, hidden: torch.Tensor) -> torch.Tensor:
         head = context.output_embeddings
@@ -326,10 +357,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         return logits.float()
 
     def _rotary(
-        self, x: torch.Tensor, start: int, length: int
+        self, x: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        position_ids = torch.arange(start, start + length, device=x.device).unsqueeze(0)
-        return self.backbone.position_embeddings(self.rotary_emb, x, position_ids)
+        return self.backbone.position_embeddings(self.rotary_emb, x, position_ids.to(x.device))
 
     # -- generate
 

@@ -167,7 +167,7 @@ def test_control_causal_block(monkeypatch, dense_name, attention):
     """B090: block rows see each other in both directions."""
     drafter = load(dense_name, attn_implementation=attention)
 
-    def causal(layer, hidden_states, position_embeddings, cache):
+    def causal(layer, hidden_states, position_embeddings, cache, attention_mask=None):
         width, context = hidden_states.shape[1], cache.get_seq_length()
         mask = torch.full((width, context + width), -torch.inf).triu(context + 1)
         return layer(

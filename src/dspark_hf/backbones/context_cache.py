@@ -19,10 +19,17 @@ class ContextLayer(DynamicLayer):
     block overwrites them, so nothing has to be cropped after a round. Rows live in a buffer that
     grows by doubling.
 
+    The rows of a batch start in the first column and may be of different lengths; the block stands
+    behind the longest, and `visible` says what a shorter one has to overlook.
+
     Args:
         window (`int`, *optional*):
             Sliding layers see only the last `window` context rows before the anchor; `None` sees
             all.
+
+    Attributes:
+        lengths (`torch.Tensor` of shape `(R,)`, on the CPU, *optional*): context rows of each row.
+        length (`int`): the longest.
     """
 
     def __init__(self, window: int | None = None):
@@ -31,36 +38,89 @@ class ContextLayer(DynamicLayer):
         self.keys: Any = None
         self.values: Any = None
         self.is_initialized = False
+        self.lengths: torch.Tensor | None = None
         self.length = 0
+        self._shortest = 0
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Commit context rows: `keys` and `values` of shape `(R, kv_heads, T, head_dim)`."""
-        self._write(keys, values)
-        self.length += keys.shape[-2]
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
+        """
+        Commit context rows.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `(R, kv_heads, T, head_dim)`): what to add.
+            mask (`torch.Tensor` of shape `(R, T)`, on the CPU, *optional*):
+                which of the T entries belong to a row; all by default.
+        """
+        rows, added = keys.shape[0], keys.shape[-2]
+        lengths = torch.zeros(rows, dtype=torch.long) if self.lengths is None else self.lengths
+        if mask is None and self._shortest == self.length:
+            self._write(keys, values)
+            self._set_lengths(lengths + added)
+            return
+        mask = torch.ones(rows, added, dtype=torch.bool) if mask is None else mask
+        self._reserve(keys, values, self.length + added)
+        row, entry = mask.nonzero(as_tuple=True)
+        column = (lengths[:, None] + mask.cumsum(dim=1) - 1)[row, entry]
+        row, entry, column = (index.to(keys.device) for index in (row, entry, column))
+        self.keys[row, :, column] = keys[row, :, entry]
+        self.values[row, :, column] = values[row, :, entry]
+        self._set_lengths(lengths + mask.sum(dim=1))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the visible context followed by the block."""
         self._write(key_states, value_states)
-        start = 0 if self.window is None else max(0, self.length - self.window)
-        end = self.length + key_states.shape[-2]
+        start, end = self._start, self.length + key_states.shape[-2]
         return self.keys[:, :, start:end], self.values[:, :, start:end]
+
+    def visible(self, width: int) -> torch.Tensor | None:
+        """
+        Which of the keys that `update` returns for a block of `width` each row may see: `(R, keys)`
+        on the CPU, or `None` if all rows may see all of them.
+        """
+        if self.lengths is None or self._shortest == self.length:
+            return None
+        column = torch.arange(self._start, self.length + width)[None]
+        visible = column < self.lengths[:, None]
+        if self.window is not None:
+            visible &= column >= self.lengths[:, None] - self.window
+        return visible | (column >= self.length)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows of the batch."""
+        if self.lengths is None:
+            return
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self._set_lengths(self.lengths[rows])
 
     def get_seq_length(self) -> int:
         return self.length
 
+    @property
+    def _start(self) -> int:
+        return 0 if self.window is None else max(0, self._shortest - self.window)
+
+    def _set_lengths(self, lengths: torch.Tensor) -> None:
+        self.lengths = lengths
+        self.length, self._shortest = int(lengths.max()), int(lengths.min())
+
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         end = self.length + keys.shape[-2]
-        if not self.is_initialized or end > self.keys.shape[-2]:
-            self._grow(keys, values, max(end + _MIN_SPARE_ROWS, 2 * self.length))
+        self._reserve(keys, values, end)
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
 
-    def _grow(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
+    def _reserve(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        if self.is_initialized and end <= self.keys.shape[-2]:
+            return
+        capacity = max(end + _MIN_SPARE_ROWS, 2 * self.length)
         old_keys, old_values = self.keys, self.values
-        self.keys = keys.new_empty((*keys.shape[:2], capacity, keys.shape[-1]))
-        self.values = values.new_empty((*values.shape[:2], capacity, values.shape[-1]))
+        # Zeros, because a mask turns what a short row leaves unwritten into 0 times it.
+        self.keys = keys.new_zeros((*keys.shape[:2], capacity, keys.shape[-1]))
+        self.values = values.new_zeros((*values.shape[:2], capacity, values.shape[-1]))
         self.device = keys.device
         if self.is_initialized:
             self.keys[:, :, : self.length] = old_keys[:, :, : self.length]

@@ -67,13 +67,21 @@ def context_key_values(
 
 
 def run_layer(
-    layer: nn.Module, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
+    layer: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: Rotary,
+    cache: Cache,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    One draft layer over the block `(R, W, H)`. No mask: block rows see the context and each other.
+    One draft layer over the block `(R, W, H)`. Without a mask, block rows see the context and each
+    other.
     """
     return layer(
-        hidden_states, attention_mask=None, position_embeddings=position_embeddings, cache=cache
+        hidden_states,
+        attention_mask=attention_mask,
+        position_embeddings=position_embeddings,
+        cache=cache,
     )
 
 

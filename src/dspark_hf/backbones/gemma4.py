@@ -79,17 +79,22 @@ def context_key_values(
 
 
 def run_layer(
-    layer: nn.Module, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
+    layer: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: Rotary,
+    cache: Cache,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    One draft layer over the block `(R, W, H)`. No mask: block rows see the context and each other.
+    One draft layer over the block `(R, W, H)`. Without a mask, block rows see the context and each
+    other.
     """
     # The layers of a drafter share no keys or values; the host asks for the place to put them all
     # the same.
     return layer(
         hidden_states,
         shared_kv_states={},
-        attention_mask=None,
+        attention_mask=attention_mask,
         position_embeddings=position_embeddings,
         cache=cache,
     )
