@@ -67,20 +67,10 @@ class DraftContext:
         """The position that the next context row takes, in the first row of the batch."""
         return int(self.lengths[0])
 
-    def positions(self, length: int, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        Positions of the next `length` entries of every row, from `lengths` on: `(R, length)`, or
-        `(1, length)` where all rows agree.
-
-        Args:
-            length (`int`): number of entries.
-            mask (`torch.Tensor` of shape `(R, length)`, *optional*):
-                which of them belong to a row; the others get a position without meaning.
-        """
-        if mask is not None:
-            return self.lengths[:, None] + (mask.cumsum(dim=1) - 1).clamp(min=0)
-        start = self.lengths[:1] if bool((self.lengths == self.lengths[0]).all()) else self.lengths
-        return start[:, None] + torch.arange(length)
+    @property
+    def start(self) -> int | torch.Tensor:
+        """The position that comes next: one number, or `(R,)` where rows differ."""
+        return self.position if bool((self.lengths == self.position).all()) else self.lengths
 
     def append(
         self, keys_values: list[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None = None

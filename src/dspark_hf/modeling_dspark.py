@@ -243,7 +243,14 @@ class DSparkDrafter(DSparkPreTrainedModel):
             return
         features = features.to(self.device, self.dtype)
         projected = self.hidden_norm(self.fc(features))
-        rotary = self._rotary(projected, context.positions(features.shape[1], mask))
+        if mask is None:
+            rotary = self._rotary(projected, context.start, features.shape[1])
+        else:
+            # Each entry counts the ones of its row before it; what is no position gets any.
+            positions = context.lengths[:, None] + (mask.cumsum(dim=1) - 1).clamp(min=0)
+            rotary = self.backbone.position_embeddings(
+                self.rotary_emb, projected, positions.to(projected.device)
+            )
         context.append(
             [self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers],
             mask,
@@ -324,7 +331,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
         block = block.to(_device_of(context.input_embeddings, block.device))
         hidden = self.backbone.embed(context.input_embeddings, block, self.config.backbone_config)
         hidden = hidden.to(self.device, self.dtype)
-        rotary = self._rotary(hidden, context.positions(block.shape[1]))
+        rotary = self._rotary(hidden, context.start, block.shape[1])
         for layer, held in zip(self.layers, context.cache.layers, strict=True):
             mask = self._row_mask(held.visible(block.shape[1]), hidden)
             hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
@@ -357,9 +364,12 @@ class DSparkDrafter(DSparkPreTrainedModel):
         return logits.float()
 
     def _rotary(
-        self, x: torch.Tensor, position_ids: torch.Tensor
+        self, x: torch.Tensor, start: int | torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.backbone.position_embeddings(self.rotary_emb, x, position_ids.to(x.device))
+        """Of `length` positions from `start` on: one number, or one for each row `(R,)`."""
+        start = start if isinstance(start, int) else start.to(x.device)[:, None]
+        position_ids = torch.atleast_2d(torch.arange(length, device=x.device) + start)
+        return self.backbone.position_embeddings(self.rotary_emb, x, position_ids)
 
     # -- generate
 
