@@ -1,4 +1,4 @@
-"""Batches of prompts with drafters that are right on purpose, a different number of times per row."""
+"""Batches of prompts, and drafters that are right a different number of times in each row."""
 
 import dataclasses
 

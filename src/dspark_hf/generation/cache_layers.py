@@ -2,9 +2,9 @@
 What the loop does to one layer of the target's cache, by kind of layer.
 
 A layer is looked at as *columns*: `(R, heads, columns, width)` tensors whose column 0 is the first
-position of the batch, a left-padded one included. Sliding layers hold the last columns only; `first`
-says which one their tensors begin with. Layers that can be read and written like that can move the
-rows of a batch singly; all others can at most drop columns at the end, for all rows at once.
+of the batch, be it text or padding. Sliding layers hold the last columns only; `first` says which
+one their tensors begin with. Layers that can be read and written like that can move the rows of a
+batch singly; all others can at most drop columns at the end, for all rows at once.
 """
 
 from dataclasses import dataclass

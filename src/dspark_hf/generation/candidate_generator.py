@@ -240,9 +240,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.drafter.extend(self.context, features, mask=torch.cat(masks, dim=1))
         self._pending = []
 
-    def _usable(
-        self, tokens: torch.Tensor, limits: list[int]
-    ) -> tuple[list[int], list[bool]]:
+    def _usable(self, tokens: torch.Tensor, limits: list[int]) -> tuple[list[int], list[bool]]:
         """
         Draft tokens of each row up to a stop token, and whether there is one.
 

@@ -233,7 +233,9 @@ def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
 
 @torch.no_grad()
 def _keeps_state(target: PreTrainedModel) -> bool:
-    ids = torch.arange(3, 9, device=target.device)[None] % target.config.get_text_config().vocab_size
+    ids = (
+        torch.arange(3, 9, device=target.device)[None] % target.config.get_text_config().vocab_size
+    )
     whole = target(ids).logits[:, -1].float()
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     target(ids[:, :3], cache=cache)

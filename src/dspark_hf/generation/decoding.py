@@ -1,9 +1,10 @@
 """
 The decoding loop: draft, verify, commit, until a stopping criterion holds for every row.
 
-R rows, P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the host's own, so
-that the first token comes from the same arithmetic as in plain decoding. The target's cache always
-holds every committed token but the last, the anchor, which enters with the next verification.
+R rows, P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the host's own,
+so that the first token comes from the same arithmetic as in plain decoding. The target's cache
+always holds every committed token but the last, the anchor, which enters with the next
+verification.
 
 Rows accept different numbers of tokens: `rows.py` keeps their texts, `frame.py` their cache.
 """
@@ -27,8 +28,8 @@ from .checks import (
     check_batch,
     check_cache,
     check_cache_fits,
-    check_linear_attention,
     check_generation_mode,
+    check_linear_attention,
     check_pairing,
     check_processors,
     rows_are_coupled,
@@ -94,12 +95,14 @@ def decode(
     Generate with a drafter. Arguments are those of the host's decoding methods, prepared by its
     `generate`.
 
-    Random numbers come from the global generator of the target's device, for all rows together: the
-    same `torch.manual_seed` and the same batch give the same texts, a batch of other rows others.
+    Random numbers come from the global generator of the target's device, independent ones for every
+    row: the same `torch.manual_seed` and the same batch give the same texts, a batch of other rows
+    other ones. A row that a criterion ends is padded from there on, also where the host, for lack
+    of a stop token, would let it run on until all rows have ended.
 
     Returns:
-        `torch.Tensor` of shape `(R, P + new tokens)`, shorter rows padded behind their end, or [`DSparkDecoderOnlyOutput`] if the
-        generation config asks for a dict.
+        `torch.Tensor` of shape `(R, P + new tokens)`, shorter rows padded behind their end, or
+        [`DSparkDecoderOnlyOutput`] if the generation config asks for a dict.
     """
     check_batch(input_ids, model_kwargs.get("attention_mask"))
     check_processors(logits_processor)
@@ -246,6 +249,7 @@ class _DecodingLoop:
         # At once: processors and criteria may run the target themselves.
         self.generator.capture(last=proposal.tokens.shape[1] + 1, rows=self._those(active))
         verified = time.perf_counter()
+        texts, drafts, _ = self._present(proposal, proposal.tokens.shape[1])
         logits, scores = self._scores(outputs.logits, proposal)
         verification = self._verify(scores, proposal)
         runs, accepted, confidences = self._read(verification, proposal)
@@ -261,7 +265,7 @@ class _DecodingLoop:
                 row, outputs, active[i], past, lags[active[i]], kept[i], self.frame.cache
             )
         if self.frame.replays:
-            self.frame.replay(self.forward, *self._present(proposal, max(kept) - 1)[:2])
+            self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])
             self.generator.taps.clear()
         self.generator.commit(kept)
         self._leave(outputs, kept, over)

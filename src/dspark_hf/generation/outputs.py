@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig
+from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
@@ -41,7 +42,9 @@ class OutputRecorder:
 
     def __init__(self, config: GenerationConfig, num_rows: int):
         def wanted(flag: bool | None) -> list[list] | None:
-            return [[] for _ in range(num_rows)] if config.return_dict_in_generate and flag else None
+            return (
+                [[] for _ in range(num_rows)] if config.return_dict_in_generate and flag else None
+            )
 
         self._scores = wanted(config.output_scores)
         self._logits = wanted(config.output_logits)
@@ -69,7 +72,14 @@ class OutputRecorder:
                 del kept[row][-count:]
 
     def add_states(
-        self, row: int, outputs: ModelOutput, entry: int, past: int, lag: int, count: int, cache: Cache
+        self,
+        row: int,
+        outputs: ModelOutput,
+        entry: int,
+        past: int,
+        lag: int,
+        count: int,
+        cache: Cache,
     ) -> None:
         """
         Hidden states and attentions of a committed run, cut out of the verification forward.
@@ -123,7 +133,9 @@ def _steps(kept: list[list] | None, count: int | None = None) -> tuple | None:
     if kept is None:
         return None
     count = max(map(len, kept)) if count is None else count
-    return tuple(_together([row[i] if i < len(row) else None for row in kept]) for i in range(count))
+    return tuple(
+        _together([row[i] if i < len(row) else None for row in kept]) for i in range(count)
+    )
 
 
 def _together(parts: list) -> Any:
@@ -138,20 +150,21 @@ def _together(parts: list) -> Any:
     return torch.stack([torch.zeros_like(example) if part is None else part for part in parts])
 
 
-def _attention_row(
-    weights: torch.Tensor, i: int, past: int, lag: int, layer: Any
-) -> torch.Tensor:
+def _attention_row(weights: torch.Tensor, i: int, past: int, lag: int, layer: Any) -> torch.Tensor:
     """
     Attention `(heads, 1, keys)` of query i of one row `(heads, queries, keys)` with the keys that
     one-token decoding would have seen.
     """
     queries, keys = weights.shape[-2:]
     row = weights[..., i : i + 1, :]
+    own = past - lag + i + 1
+    if isinstance(layer, StaticLayer):
+        # These attend over their whole width, the columns in use first.
+        end = past + i + 1 if past + queries <= keys else keys - queries + i + 1
+        own = min(own, layer.max_cache_len)
+        return torch.nn.functional.pad(row[..., end - own : end], (0, layer.max_cache_len - own))
     if getattr(layer, "is_compileable", False):
-        # Static caches attend over their whole width in either case.
-        return row.roll(-lag, dims=-1)
+        return row  # Keeps nothing of its own, so there is nothing to cut.
     end = keys - queries + i + 1
-    width = past - lag + i + 1
-    if layer.is_sliding:
-        width = min(width, layer.get_max_length())
-    return row[..., end - width : end]
+    own = min(own, layer.get_max_length()) if layer.is_sliding else own
+    return row[..., end - own : end]
