@@ -1,4 +1,4 @@
-"""What the target's cache and the drafting context hold, round by round, for every kind of cache."""
+"""What the target's cache and the drafting context hold, round by round, of every kind."""
 
 import copy
 
@@ -13,6 +13,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.cache_utils import Cache, Fp8QuantizedLayer, QuantizedLayer
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from batches import make_prompts, pad_left, script_rows
 from dspark_hf import collect_statistics
@@ -91,7 +92,7 @@ KINDS = {
     "recurrent": (hybrid_target, lambda t: DynamicCache(config=t.config)),
     "convolution": (convolving_target, lambda t: DynamicCache(config=t.config)),
 }
-# Each row of these sees what it would see alone; the scale of the third depends on all rows.
+# Rows commit as many tokens as the slowest.
 LOCK_STEP = ("residual", "recurrent")
 
 
@@ -121,9 +122,9 @@ def test_every_cache_is_exact(kind, num_right):
     assert torch.equal(found, expected)
     if len(num_right) == 1:
         assert statistics.accepted == sum(statistics.verified_at[: num_right[0]])
-    if max(num_right) == 4 and kind != "residual":
-        lowest = 2.0 if len(num_right) == 1 or kind not in LOCK_STEP else 1.0
-        assert statistics.accepted_length > lowest
+    elif kind not in LOCK_STEP:
+        # 4, 19 and 7 rounds for 19 tokens each: nobody waits for the others.
+        assert statistics.rounds == 30
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fp8", "residual")])
@@ -157,7 +158,7 @@ def test_caches_of_all_rows_hold_what_was_committed(kind, stops):
     found = greedy(target, cache, batch, assistant_model=drafter, eos_token_id=eos, pad_token_id=0)
     if not stops:
         assert torch.equal(found, plain)
-    assert len(checked) > 12 or kind == "recurrent"
+    assert len(checked) >= 3
 
 
 def columns(cache):
@@ -192,15 +193,12 @@ def compare(target, text, held, row, window):
 
 def test_a_state_that_is_lost_between_forwards_is_refused_before_compute(monkeypatch):
     """B044: a target whose recurrent layers start anew at every forward of several tokens."""
-    target = hybrid_target()
-    for layer in target.model.layers:
-        if hasattr(layer, "linear_attn"):
-            rule = layer.linear_attn.chunk_gated_delta_rule
+    target, rule = hybrid_target(), modeling_qwen3_next.torch_chunk_gated_delta_rule
 
-            def forgetful(*args, rule=rule, initial_state=None, **kwargs):
-                return rule(*args, initial_state=None, **kwargs)
+    def forgetful(*args, initial_state=None, **kwargs):
+        return rule(*args, initial_state=None, **kwargs)
 
-            layer.linear_attn.chunk_gated_delta_rule = forgetful
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", forgetful)
     with pytest.raises(ValueError, match="loses its recurrent state"):
         greedy(target, None, pad_left(make_prompts([6])), assistant_model=make_drafter())
 
@@ -208,7 +206,7 @@ def test_a_state_that_is_lost_between_forwards_is_refused_before_compute(monkeyp
 def test_a_static_cache_too_short_for_the_text_is_refused():
     target = make_target()
     cache = StaticCache(target.config, max_cache_len=16)
-    with pytest.raises(ValueError, match="holds 16 positions.*needs 25"):
+    with pytest.raises(ValueError, match=r"holds 16 positions.*needs 25"):
         greedy(target, cache, pad_left(make_prompts([6])), assistant_model=make_drafter())
 
 

@@ -192,7 +192,7 @@ class _DecodingLoop:
                         self._round()
                     else:
                         self._idle_forward()
-            self.frame.finish()
+            self.frame.finish(self.forward, self.rows)
         except BaseException:
             if hasattr(self, "frame"):
                 self.frame.roll_back(self.settled)

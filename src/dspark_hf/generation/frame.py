@@ -22,16 +22,26 @@ from transformers import Cache, PreTrainedModel
 
 from . import cache_layers
 from .cache_layers import Columns
+from .rows import Rows
 
 # What the host hands to every forward with one column per token of the text.
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Parked:
-    """Cache columns of a row that left the batch, one entry a layer, and where they end."""
+    """
+    A row that left the batch.
+
+    Attributes:
+        layers (`list[Columns]`): its cache columns, one entry a layer.
+        inputs (`dict[str, torch.Tensor]`): what the forwards get for each of its tokens.
+        end (`int`): where its committed columns end.
+        length (`int`): how many columns it has in the layout of plain decoding.
+    """
 
     layers: list[Columns]
+    inputs: dict[str, torch.Tensor]
     end: int
     length: int
 
@@ -194,12 +204,10 @@ class Frame:
         left = [i for i in self.active if i not in finished]
         moves = not self.lock_step and bool(left)
         length = max(owns[i] for i in left) if moves else max(ends[i] for i in self.active)
-        if moves and self.keeps_cache:
-            for i in finished:
-                self._parked[self.rows[i]] = self._park(i, ends[i], owns[i])
+        leaving = finished if moves and self.keeps_cache else []
         stay = left if moves and self._drops_rows else list(range(len(self.rows)))
         shifts = [length - ends[i] for i in stay]
-        if len(stay) == len(self.rows) and not any(shifts):
+        if len(stay) == len(self.rows) and not any(shifts) and not leaving:
             self._crop(self._added - kept[0])
             self._extend(outputs, kept[0])
         else:
@@ -208,31 +216,40 @@ class Frame:
                     len(self.rows), self.length + 1, dtype=torch.long, device=self.model.device
                 )
             self._extend(outputs, self._added)
+            for i in leaving:
+                self._parked[self.rows[i]] = self._park(i, ends[i], owns[i])
             self._move(stay, shifts, length)
         self.active = [stay.index(i) for i in left]
         self.lags = [max(length - owns[i], 0) for i in stay]
         self.rows = [self.rows[i] for i in stay]
         self.length, self._added, self._saved = length, 0, {}
 
-    def finish(self) -> None:
-        """Give the cache back in the layout of the returned sequences, all rows in it."""
+    def finish(self, forward: Any, rows: Rows) -> None:
+        """
+        Give the cache back in the layout of the returned sequences, all rows in it.
+
+        The cache lacks the last token of every row. Plain decoding lacks it for the longest rows
+        only, having gone on behind the end of the others, so those get a forward of their own.
+        """
         if not self.keeps_cache or not (any(self.lags) or self._parked):
             return
         for i, row in enumerate(self.rows):
             if row not in self._parked:
                 self._parked[row] = self._park(i, self.length, self.length - self.lags[i])
         parked = [self._parked[row] for row in range(self._num_rows)]
-        length = max(row.length for row in parked)
-        for n, layer in enumerate(self.cache.layers):
-            first = length - cache_layers.width(layer, length)
-            parts = []
-            for row in parked:
-                columns = row.layers[n]
-                index = _sources(columns, [row.length - row.end], first, length)
-                parts.append([_take(tensor, index) for tensor in columns.tensors])
-            tensors = [torch.cat(rows) for rows in zip(*parts, strict=True)]
-            cache_layers.write(layer, tensors, length)
-        self.length = length
+        longest = max(row.length for row in parked)
+        short = [row for row in parked if row.length < longest]
+        if short:
+            self.rows = list(range(self._num_rows))
+            self.length = max(row.length for row in short)
+            self._unpark(parked, [self.length - row.end for row in parked], self.length)
+            ids = rows.anchored(self.rows)
+            self.run(forward, self.inputs(ids, ids[:, :0], lengths=None), 0)
+            for i, row in enumerate(parked):
+                if row in short:
+                    parked[i] = self._park(i, self.length + 1, row.length + 1)
+        self._unpark(parked, [row.length - row.end for row in parked], longest)
+        self.length, self._added = longest, 0
 
     def stop_recording(self) -> None:
         """The cache may live on with the caller, who does not crop after every forward."""
@@ -264,13 +281,38 @@ class Frame:
         after = self.length + self._added
         return cache_layers.read(self.cache.layers[i], self._added, after, self._saved.get(i))
 
-    def _park(self, row: int, end: int, length: int) -> _Parked:
+    def _park(self, entry: int, end: int, length: int) -> _Parked:
         layers = []
         for i in range(len(self.cache.layers)):
             columns = self._read(i)
-            tensors = [tensor[row : row + 1].clone() for tensor in columns.tensors]
+            tensors = [tensor[entry : entry + 1].clone() for tensor in columns.tensors]
             layers.append(Columns(tensors, columns.first))
-        return _Parked(layers, end, length)
+        inputs = {
+            name: self.kwargs[name][entry : entry + 1]
+            for name in _PER_TOKEN
+            if self.kwargs.get(name) is not None
+        }
+        return _Parked(layers, inputs, end, length)
+
+    def _unpark(self, parked: list[_Parked], shifts: list[int], length: int) -> None:
+        """Make the batch of all rows again, shifted right and cut to `length` columns."""
+        for n, layer in enumerate(self.cache.layers):
+            first = length - cache_layers.width(layer, length)
+            parts = [
+                [
+                    _take(tensor, _sources(row.layers[n], [shift], first, length))
+                    for tensor in row.layers[n].tensors
+                ]
+                for row, shift in zip(parked, shifts, strict=True)
+            ]
+            tensors = [torch.cat(rows) for rows in zip(*parts, strict=True)]
+            cache_layers.write(layer, tensors, length)
+        for name in parked[0].inputs:
+            parts = [
+                _shifted(row.inputs[name], [shift], length + 1)
+                for row, shift in zip(parked, shifts, strict=True)
+            ]
+            self.kwargs[name] = torch.cat(parts)
 
     def _move(self, left: list[int], shifts: list[int], length: int) -> None:
         """Rows `left` of cache and per-token inputs, shifted right and cut to `length` columns."""
@@ -286,10 +328,7 @@ class Frame:
         for name in _PER_TOKEN:
             value = self.kwargs.get(name)
             if value is not None:
-                source = torch.arange(length + 1)[None] - torch.tensor(shifts)[:, None]
-                source = source.to(value.device)
-                value = (value[left] if dropped else value).gather(-1, source.clamp(min=0))
-                self.kwargs[name] = value.masked_fill(source < 0, 0)
+                self.kwargs[name] = _shifted(value[left] if dropped else value, shifts, length + 1)
 
 
 def crop_to(cache: Cache, length: int) -> None:
@@ -309,6 +348,13 @@ def _sources(columns: Columns, shifts: list[int], first: int, length: int) -> to
     held = columns.tensors[0].shape[-2] if columns.tensors else 1
     source = torch.arange(first, length)[None] - torch.tensor(shifts)[:, None] - columns.first
     return source.clamp(min=0, max=held - 1)
+
+
+def _shifted(tensor: torch.Tensor, shifts: list[int], length: int) -> torch.Tensor:
+    """`(R, n)` shifted right and cut to `length` columns, zeros on the left."""
+    source = torch.arange(length)[None] - torch.tensor(shifts)[:, None]
+    source = source.clamp(max=tensor.shape[-1] - 1).to(tensor.device)
+    return tensor.gather(-1, source.clamp(min=0)).masked_fill(source < 0, 0)
 
 
 def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
