@@ -400,10 +400,10 @@ class _DecodingLoop:
         self.rows.keep(kept, over)
         self.recorder.statistics.new_tokens += sum(kept)
         if self.streamer is not None:
-            self._stream()
+            self._stream(self.streamer)
         return kept, over
 
-    def _stream(self) -> None:
+    def _stream(self, streamer: "BaseStreamer") -> None:
         """Hand on every new column that all rows have, in the order of plain decoding."""
         counts = self.rows.counts
         ready = min((counts[row] for row in self.rows.active), default=max(counts))
@@ -411,7 +411,7 @@ class _DecodingLoop:
             self.settled += i > 0
             self.num_streamed += 1
             column = self.rows.text(self.rows.prompt_length + self.num_streamed)[:, -1]
-            self.streamer.put(column.cpu())
+            streamer.put(column.cpu())
 
     def _leave(self, outputs: ModelOutput, kept: list[int], over: list[bool]) -> None:
         """Cache, mask and drafting context go on with what was kept and the rows that go on."""

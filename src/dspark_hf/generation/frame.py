@@ -233,9 +233,10 @@ class Frame:
         """
         if not self.keeps_cache or not (any(self.lags) or self._parked):
             return
-        for i, row in enumerate(self.rows):
-            if row not in self._parked:
-                self._parked[row] = self._park(i, self.length, self.length - self.lags[i])
+        for entry, number in enumerate(self.rows):
+            if number not in self._parked:
+                own = self.length - self.lags[entry]
+                self._parked[number] = self._park(entry, self.length, own)
         parked = [self._parked[row] for row in range(self._num_rows)]
         longest = max(row.length for row in parked)
         short = [row for row in parked if row.length < longest]

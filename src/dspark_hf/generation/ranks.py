@@ -21,7 +21,8 @@ class Ranks:
         size = getattr(target, "_tp_size", None) or 1
         self._is_needed = size > 1 and dist.is_initialized()
         mesh = getattr(target, "_device_mesh", None) if self._is_needed else None
-        self._group: Any = None if mesh is None else mesh.get_group()
+        # The mesh of the host has a dimension for each kind of parallelism.
+        self._group: Any = None if mesh is None else mesh.get_group("tp")
 
     def agree(self, tensor: torch.Tensor) -> torch.Tensor:
         """The first rank's `tensor`, which has the same shape on every rank."""
