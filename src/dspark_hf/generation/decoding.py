@@ -261,8 +261,9 @@ class _DecodingLoop:
         kept, over = self._emit(verification.tokens, runs)
         for i, row in enumerate(rows):
             self.outputs.drop(row, len(runs[i]) - kept[i])
+            entry = active[i]
             self.outputs.add_states(
-                row, outputs, active[i], past, lags[active[i]], kept[i], self.frame.cache
+                row, outputs, entry, past, lags[entry], drafts.shape[1], kept[i], self.frame.cache
             )
         if self.frame.replays:
             self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])

@@ -78,6 +78,7 @@ class OutputRecorder:
         entry: int,
         past: int,
         lag: int,
+        num_drafts: int,
         count: int,
         cache: Cache,
     ) -> None:
@@ -90,19 +91,25 @@ class OutputRecorder:
             entry (`int`): which row of that forward.
             past (`int`): columns in the cache before that forward.
             lag (`int`): how many of them plain decoding would not have.
+            num_drafts (`int`): L.
             count (`int`): committed tokens, hence forwards that plain decoding would have made.
             cache (`Cache`): tells which layers are sliding or of fixed width.
         """
+        # A forward of one token is plain decoding's own, even one that reads the text again.
+        whole = count == 1 and lag == 0 and num_drafts == 0
         for i in range(count):
             if self._hidden_states is not None:
+                columns = slice(None) if whole else slice(i, i + 1)
                 self._hidden_states[row].append(
-                    tuple(state[entry, i : i + 1] for state in outputs.hidden_states)
+                    tuple(state[entry, columns] for state in outputs.hidden_states)
                 )
             if self._attentions is not None:
                 self._attentions[row].append(
                     tuple(
-                        None
+                        weights
                         if weights is None
+                        else weights[entry]
+                        if whole
                         else _attention_row(weights[entry], i, past, lag, cache.layers[n])
                         for n, weights in enumerate(outputs.attentions)
                     )
