@@ -36,6 +36,7 @@ from .checks import (
     warn_if_useless,
 )
 from .frame import Frame, crop_to
+from .judging import NO_TOKEN, Judge
 from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
 from .path_processors import PathProcessors
 from .ranks import Ranks
@@ -44,18 +45,11 @@ from .rows import Rows
 from .settings import resolve_settings
 from .statistics import CallRecorder, RoundRecord
 from .stopping import TokenwiseStopping
-from .verification import Verification, verify_greedy, verify_sampling
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from ..modeling_dspark import DSparkDrafter
-
-_NO_TOKEN = (
-    "The target's logits contain NaN or allow no token, so there is nothing to choose from. "
-    "Check the target in this dtype with a plain forward, and the logits processors; float16 "
-    "overflow and damaged weights are the usual causes."
-)
 
 
 def make_custom_generate(drafter: "DSparkDrafter", streamer: "BaseStreamer | None") -> Callable:
@@ -149,12 +143,17 @@ class _DecodingLoop:
         self.cache = model_kwargs["cache"]
         num_rows = input_ids.shape[0]
         self.rows = Rows(input_ids, _pad_token(generation_config))
-        self.paths = PathProcessors(logits_processor, self.rows)
         self.stopping = TokenwiseStopping(stopping_criteria)
         self.rotary_limits = RotaryLimits(model.config.get_text_config(decoder=True))
         self.outputs = OutputRecorder(generation_config, num_rows)
         self.recorder = CallRecorder()
         self.ranks = Ranks(model)
+        self.judge = Judge(
+            PathProcessors(logits_processor, self.rows),
+            self.rows,
+            self.ranks,
+            generation_config.do_sample,
+        )
         self.settings = resolve_settings(
             generation_config, drafter.generation_config, drafter.config.block_size
         )
@@ -221,7 +220,7 @@ class _DecodingLoop:
         scores = self.logits_processor(input_ids, logits.clone())
         has_token = not self.config.do_sample or bool((scores.amax(dim=-1) > -torch.inf).all())
         if bool(scores.isnan().any()) or not has_token:
-            raise ValueError(_NO_TOKEN)
+            raise ValueError(NO_TOKEN)
         token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
         token = self.ranks.agree(token)
         self.outputs.add_prefill(outputs, logits, scores)
@@ -250,9 +249,10 @@ class _DecodingLoop:
         self.generator.capture(last=proposal.tokens.shape[1] + 1, rows=self._those(active))
         verified = time.perf_counter()
         texts, drafts, _ = self._present(proposal, proposal.tokens.shape[1])
-        logits, scores = self._scores(outputs.logits, proposal)
-        verification = self._verify(scores, proposal)
-        runs, accepted, confidences = self._read(verification, proposal)
+        raw = outputs.logits if len(active) == len(self.frame.rows) else outputs.logits[active]
+        logits, scores = self.judge.scores(raw, proposal)
+        verification = self.judge.verify(scores, proposal)
+        runs, accepted, confidences = self.judge.read(verification, proposal, self.frame.lock_step)
 
         # The anchor is settled by now; `_emit` settles the run as it reaches the caller.
         self.settled = past + 1
@@ -323,71 +323,6 @@ class _DecodingLoop:
             inputs = self.frame.inputs(*self._present(proposal, num_drafts))
         self.generator.taps.clear()
         return self.frame.run(self.forward, inputs, num_drafts), proposal
-
-    def _scores(self, raw: torch.Tensor, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Raw and processed float32 logits `(R, L + 1, V)` of the active rows; processors see the
-        drafted path up to each position.
-        """
-        length = proposal.tokens.shape[1] + 1
-        rows = self._those(self.frame.active)
-        raw = raw[:, -length:] if rows is None else raw[rows, -length:]
-        logits = raw.to(dtype=torch.float32, device=self.rows.device)
-        if not self.paths:
-            return logits, logits
-        ids = self.rows.followed_by(proposal.tokens, proposal.lengths)
-        scores = []
-        for k in range(length):
-            # Nothing follows a stop token, so nobody is asked what may follow it.
-            asked = [
-                k < submitted + (not ends)
-                for submitted, ends in zip(proposal.lengths, proposal.ends_text, strict=True)
-            ]
-            scores.append(self.paths.scores(ids, logits[:, k], k, asked))
-        return logits, torch.stack(scores, dim=1)
-
-    def _verify(self, scores: torch.Tensor, proposal: Proposal) -> Verification:
-        lengths = torch.tensor(proposal.lengths, device=scores.device)
-        if not self.config.do_sample:
-            verification = verify_greedy(scores, proposal.tokens, lengths)
-        else:
-            draft_probs = None if proposal.logits is None else probabilities(proposal.logits)
-            verification = verify_sampling(
-                probabilities(scores), proposal.tokens, draft_probs, lengths
-            )
-        verification.tokens = self.ranks.agree(verification.tokens)
-        verification.num_accepted = self.ranks.agree(verification.num_accepted)
-        return verification
-
-    def _read(
-        self, verification: Verification, proposal: Proposal
-    ) -> tuple[list[list[int]], list[int], list[list[float]] | None]:
-        """
-        Everything the host needs to know about a round, in one transfer: committed tokens, accepted
-        drafts and confidences of each row.
-        """
-        device, width = verification.tokens.device, verification.tokens.shape[1]
-        parts = [
-            verification.num_accepted[:, None],
-            verification.is_valid[:, None],
-            verification.tokens,
-        ]
-        if proposal.confidences is not None:
-            parts.append(proposal.confidences.to(device))
-        read = torch.cat([part.double() for part in parts], dim=1).tolist()
-        if not all(row[1] for row in read):
-            raise ValueError(_NO_TOKEN)
-        accepted = [int(row[0]) for row in read]
-        # Under lock-step all rows commit as many tokens as the row with the fewest.
-        most = min(accepted) if self.frame.lock_step else width
-        runs = [
-            [int(token) for token in row[2 : min(count, most) + 3]]
-            for row, count in zip(read, accepted, strict=True)
-        ]
-        confidences = None
-        if proposal.confidences is not None:
-            confidences = [row[2 + width :] for row in read]
-        return runs, accepted, confidences
 
     def _emit(self, tokens: torch.Tensor, runs: list[list[int]]) -> tuple[list[int], list[bool]]:
         """
