@@ -307,7 +307,9 @@ def test_the_returned_cache_is_the_one_of_the_returned_sequences(family, eos):
     else:
         # Padding inside a row takes up room in a sliding window, in plain decoding as well.
         again = DynamicCache(config=target.config)
-        target(ids[:, :-5], attention_mask=mask[:, :-5], cache=again)
+        positions = (mask[:, :-5].cumsum(dim=1) - 1).clamp(min=0)
+        with torch.no_grad():
+            target(ids[:, :-5], attention_mask=mask[:, :-5], position_ids=positions, cache=again)
         plain = target.generate(
             ids, attention_mask=mask, cache=again, max_new_tokens=8, do_sample=False
         )

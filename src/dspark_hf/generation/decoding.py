@@ -177,6 +177,7 @@ class _DecodingLoop:
         self.forward = model.__call__
         if model._valid_auto_compile_criteria(model_kwargs, generation_config):
             self.forward = model.get_compiled_call(generation_config.compile_config)
+            self.generator.taps.is_compiled = True
             self.generator.widths = compiled_widths(drafter.config.block_size)
 
     def run(self, synced_gpus: bool) -> DSparkDecoderOnlyOutput | torch.Tensor:
