@@ -215,6 +215,21 @@ def test_several_texts_one_after_the_other():
     assert found == expected
 
 
+def test_several_texts_in_one_batch():
+    """B055: padded on the left by the pipeline; every text is the one it would be alone."""
+    texts = [TEXT, "w9", "w12 w80 w33 w5 w61", "w7 w7", "w20 w21 w22"]
+    target = make_target()
+    expected = [text_of(make_pipeline(target), text) for text in texts]
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = "left"
+    pipe = make_pipeline(target, make_drafter(), tokenizer)
+    with collect_statistics() as statistics:
+        found = pipe(texts, batch_size=3, max_new_tokens=10, **GREEDY)
+    assert [text[0]["generated_text"] for text in found] == expected
+    assert statistics.calls == 2
+    assert statistics.drafted > 0
+
+
 def test_fields_reach_the_drafter():
     """B094: as options of a call."""
     pipe = make_pipeline(make_target(), make_drafter())

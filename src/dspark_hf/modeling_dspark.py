@@ -50,14 +50,17 @@ class DSparkDrafter(DrafterModel):
     # -- drafting
 
     def new_context(
-        self, batch_size: int, start_position: int = 0, target: PreTrainedModel | None = None
+        self,
+        batch_size: int,
+        start_position: int | torch.Tensor = 0,
+        target: PreTrainedModel | None = None,
     ) -> DraftContext:
         """
         An empty drafting state.
 
         Args:
             batch_size (`int`): R.
-            start_position (`int`, *optional*, defaults to 0):
+            start_position (`int` or `torch.Tensor` of shape `(R,)`, *optional*, defaults to 0):
                 Position of the first row that will be added; what lies before stays unknown to the
                 drafter.
             target (`PreTrainedModel`, *optional*):
@@ -69,7 +72,9 @@ class DSparkDrafter(DrafterModel):
         return DraftContext(batch_size, windows, embeddings, head, start_position)
 
     @torch.no_grad()
-    def extend(self, context: DraftContext, features: torch.Tensor) -> None:
+    def extend(
+        self, context: DraftContext, features: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
         """
         Add the next T committed positions of every row to the context.
 
@@ -78,9 +83,20 @@ class DSparkDrafter(DrafterModel):
             features (`torch.Tensor` of shape `(R, T, n·H_target)`):
                 Tap outputs of those positions, concatenated in the order of
                 `config.target_layer_ids`.
+            mask (`torch.Tensor` of shape `(R, T)`, *optional*):
+                Which entries are committed positions of their row, where rows commit different
+                numbers of them or are padded. All by default.
         """
+        if mask is not None:
+            mask = mask.to("cpu", torch.bool)
+            if mask.shape != features.shape[:2]:
+                raise ValueError(
+                    f"mask has shape {tuple(mask.shape)} and features {tuple(features.shape)}; the "
+                    "mask says of each row and position whether it counts, (R, T)."
+                )
+            mask = None if bool(mask.all()) else mask
         windows = [layer.window for layer in context.cache.layers]
-        if all(windows) and features.shape[1] > max(windows):
+        if mask is None and all(windows) and features.shape[1] > max(windows):
             # No block to come sees the rows before the window.
             context.skip(features.shape[1] - max(windows))
             features = features[:, -max(windows) :]
@@ -88,9 +104,17 @@ class DSparkDrafter(DrafterModel):
         if features.shape[1] == 0:
             return
         projected = self.hidden_norm(projected)
-        rotary = self._rotary(projected, context.position, features.shape[1])
+        if mask is None:
+            rotary = self._rotary(projected, context.start, features.shape[1])
+        else:
+            # Each entry counts the ones of its row before it; what is no position gets any.
+            positions = context.lengths[:, None] + (mask.cumsum(dim=1) - 1).clamp(min=0)
+            rotary = self.backbone.position_embeddings(
+                self.rotary_emb, projected, positions.to(projected.device)
+            )
         context.append(
-            [self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers]
+            [self.backbone.context_key_values(layer, projected, rotary) for layer in self.layers],
+            mask,
         )
 
     @torch.no_grad()
@@ -174,7 +198,7 @@ class DSparkDrafter(DrafterModel):
         )
         block[:, 0] = anchor_ids
         hidden = self._embed(context.input_embeddings, block)
-        rotary = self._rotary(hidden, context.position, block.shape[1])
+        rotary = self._rotary(hidden, context.start, block.shape[1])
         for i, layer in enumerate(self.layers):
             mask = self._block_mask(i, context, hidden)
             hidden = self.backbone.run_layer(layer, hidden, rotary, context.cache, mask)
@@ -205,11 +229,17 @@ class DSparkDrafter(DrafterModel):
     ) -> torch.Tensor | None:
         """What the slots of a block may see in draft layer `layer`; `None` is everything."""
         causal = layer in self.config.causal_layers
-        cache = context.cache.layers[layer]
+        cache, width = context.cache.layers[layer], hidden.shape[1]
         per_slot = self.config.sliding_window_per_slot and cache.window is not None
-        if not causal and not per_slot:
-            return None
-        first = 0 if cache.window is None else max(0, cache.length - cache.window)
-        lengths = torch.tensor([cache.length])
-        visible = block_mask(lengths, first, hidden.shape[1], cache.window, causal, per_slot)
+        if causal or per_slot:
+            lengths = torch.tensor([cache.length]) if cache.lengths is None else cache.lengths
+            visible = block_mask(lengths, cache.first, width, cache.window, causal, per_slot)
+        else:
+            seen = cache.visible(width)
+            if seen is None:
+                return None
+            if "flash" in (self.config._attn_implementation or ""):
+                # FlashAttention takes out by itself what is padding.
+                return seen.to(hidden.device)
+            visible = seen[:, None].expand(-1, width, -1)
         return additive(visible, hidden)

@@ -73,7 +73,7 @@ class ContextLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the visible context followed by the block."""
         self._write(key_states, value_states)
-        start, end = self._start, self.length + key_states.shape[-2]
+        start, end = self.first, self.length + key_states.shape[-2]
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def visible(self, width: int) -> torch.Tensor | None:
@@ -83,7 +83,7 @@ class ContextLayer(DynamicLayer):
         """
         if self.lengths is None or self._shortest == self.length:
             return None
-        column = torch.arange(self._start, self.length + width)[None]
+        column = torch.arange(self.first, self.length + width)[None]
         visible = column < self.lengths[:, None]
         if self.window is not None:
             visible &= column >= self.lengths[:, None] - self.window
@@ -100,7 +100,8 @@ class ContextLayer(DynamicLayer):
         return self.length
 
     @property
-    def _start(self) -> int:
+    def first(self) -> int:
+        """Context column of the first key that a block sees."""
         return 0 if self.window is None else max(0, self._shortest - self.window)
 
     def _set_lengths(self, lengths: torch.Tensor) -> None:

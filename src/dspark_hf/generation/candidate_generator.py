@@ -12,7 +12,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..scheduling.round_scheduler import RoundScheduler
-from .path_processors import DraftPathProcessors, read_the_text
+from .path_processors import DraftPathProcessors, PathProcessors
+from .ranks import Ranks
+from .rows import Rows
 from .settings import DraftSettings
 from .taps import TargetTaps
 
@@ -22,31 +24,32 @@ logger = logging.getLogger(__name__)
 @dataclass
 class Proposal:
     """
-    Draft tokens to submit to the target. R rows, L submitted tokens, γ drafted ones.
+    Draft tokens to submit to the target. R rows, L submitted columns, γ drafted tokens.
 
     Attributes:
         tokens (`torch.Tensor` of shape `(R, L)`): the tokens.
         logits (`torch.Tensor` of shape `(R, L, V)`, *optional*):
             What they were sampled from; `None` if they were chosen without chance.
-        lengths (`torch.Tensor` of shape `(R,)`): tokens submitted per row.
+        lengths (`list[int]`):
+            Tokens submitted per row; what stands behind them in `tokens` only fills the columns.
         num_drafted (`int`): tokens drafted per row.
         confidences (`torch.Tensor` of shape `(R, γ)`, *optional*):
             conditional confidence of the drafted tokens, calibrated.
-        ends_text (`bool`): whether the last submitted token is known to be a stop token.
+        ends_text (`list[bool]`): rows whose last submitted token is known to be a stop token.
     """
 
     tokens: torch.Tensor
     logits: torch.Tensor | None
-    lengths: torch.Tensor
+    lengths: list[int]
     num_drafted: int
     confidences: torch.Tensor | None
-    ends_text: bool = False
+    ends_text: list[bool]
 
     @classmethod
     def empty(cls, anchor_ids: torch.Tensor) -> "Proposal":
         """Nothing to submit: the round is one step of plain decoding."""
         rows = anchor_ids.shape[0]
-        return cls(anchor_ids.new_zeros(rows, 0), None, anchor_ids.new_zeros(rows), 0, None)
+        return cls(anchor_ids.new_zeros(rows, 0), None, [0] * rows, 0, None, [False] * rows)
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -63,11 +66,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
             the target's processors, applied along the drafted path as well.
         do_sample (`bool`): whether the target samples.
         batch_size (`int`): R.
-        start_position (`int`, *optional*, defaults to 0):
+        start_position (`int` or `torch.Tensor` of shape `(R,)`, *optional*, defaults to 0):
             positions in the target's cache before this call.
         prompt_mask (`torch.Tensor` of shape `(R, P)`, *optional*):
             Which positions of the prompt are text; padding is no context. All of them by default.
         stop_ids (`frozenset[int]`, *optional*): tokens behind which the text is over.
+        ranks ([`Ranks`], *optional*): processes that have to make the same proposal.
+
+    Attributes:
+        widths (`tuple[int, ...]`, *optional*):
+            Ascending numbers of columns that may be submitted; any by default. A compiled target is
+            compiled for each width it meets.
     """
 
     requires_model_outputs = True
@@ -81,23 +90,24 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
         do_sample: bool,
         batch_size: int,
-        start_position: int = 0,
+        start_position: int | torch.Tensor = 0,
         prompt_mask: torch.Tensor | None = None,
         stop_ids: frozenset[int] = frozenset(),
+        ranks: Ranks | None = None,
     ):
         self.drafter = drafter
         self.settings = settings
         self.context = drafter.new_context(batch_size, start_position=start_position, target=target)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids)
         self.scheduler = RoundScheduler(settings.scheduling, target, drafter, batch_size)
+        self.widths: tuple[int, ...] | None = None
         self._logits_processor = logits_processor
-        self._processors_read_text = read_the_text(logits_processor)
         self._stop_ids = stop_ids
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
-        self._is_text: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
-        self._pending: torch.Tensor | None = None
+        self._pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._ranks = Ranks(target) if ranks is None else ranks
 
     def __enter__(self) -> "DSparkCandidateGenerator":
         self.taps.__enter__()
@@ -108,59 +118,76 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.scheduler.__exit__(*error)
         self.taps.__exit__(*error)
 
-    def capture(self, last: int | None = None) -> None:
+    def capture(self, last: int | None = None, rows: list[int] | None = None) -> None:
         """
         Take what the taps read in the target's last forward, before anything else runs it.
 
         Args:
             last (`int`, *optional*):
                 so many positions from the end are new to the drafter; all by default (prefill).
+            rows (`list[int]`, *optional*): rows of that forward that this object drafts for.
         """
         if self.settings.num_draft_tokens == 0:
             self.taps.clear()
             return
         features = self.taps.take()
-        if self._prompt_mask is not None:
-            self._is_text = self._prompt_mask[0].to(features.device, torch.bool)
-            features, self._prompt_mask = features[:, self._is_text], None
+        features = features if rows is None else features[rows]
         self._captured = features if last is None else features[:, -last:]
 
-    def commit(self, num_positions: int | None = None) -> None:
+    def commit(self, kept: list[int] | None = None) -> None:
         """
         Remember the features of the positions that the last target forward settled.
 
         Args:
-            num_positions (`int`, *optional*):
-                the first so many of its input positions; all by default (prefill).
+            kept (`list[int]`, *optional*):
+                of each row the first so many of its input positions; all by default (prefill).
         """
         if self._captured is None:
             return
-        features, self._captured = self._captured[:, :num_positions], None
-        if num_positions is not None:
-            self.scheduler.record(num_positions * features.shape[0], features.shape[0])
+        features, self._captured, mask = self._captured, None, None
+        if kept is not None:
+            self.scheduler.record(sum(kept), len(kept))
+            features = features[:, : max(kept)]
+            if min(kept) < max(kept):
+                mask = torch.arange(max(kept))[None] < torch.tensor(kept)[:, None]
+        elif self._prompt_mask is not None:
+            mask, self._prompt_mask = self._prompt_mask[:, -features.shape[1] :].cpu().bool(), None
         # Whether the drafter runs again is known only later; projecting these rows can wait until
         # then.
-        self._pending = (
-            features if self._pending is None else torch.cat((self._pending, features), dim=1)
-        )
+        self._pending.append((features, mask))
 
-    def propose(self, input_ids: torch.Tensor, limit: int) -> Proposal:
+    def select(self, rows: list[int]) -> None:
+        """Go on with these of the rows."""
+        self.context.select(rows)
+        self.scheduler.select(rows)
+        self._pending = [
+            (features[rows], mask if mask is None else mask[rows])
+            for features, mask in self._pending
+        ]
+
+    def propose(self, rows: Rows, limits: list[int], columns: int | None = None) -> Proposal:
         """
-        Draft behind the last committed token and choose how much of it to submit.
+        Draft behind the last committed tokens and choose how much of it to submit.
 
         Args:
-            input_ids (`torch.Tensor` of shape `(R, length)`): all committed tokens.
-            limit (`int`): most tokens that can be used; 0 skips drafting.
+            rows ([`Rows`]): the texts; only active ones are drafted for.
+            limits (`list[int]`): of each active row, most tokens that can be used.
+            columns (`int`, *optional*): most tokens that one forward may carry.
         """
-        limit = min(limit, self.settings.num_draft_tokens)
-        if limit <= 0 or not self.scheduler.should_draft():
-            self.scheduler.submit(input_ids.shape[0], drafted=False)
+        most = self.settings.num_draft_tokens if columns is None else columns
+        limits = [min(limit, most, self.settings.num_draft_tokens) for limit in limits]
+        input_ids = rows.anchored(rows.active)
+        if max(limits) <= 0 or not self._should_draft(input_ids.device):
+            self.scheduler.submit(len(limits), drafted=False)
             return Proposal.empty(input_ids[:, -1])
-        self._extend(input_ids)
-        self.context.limit = limit
-        processors = self._logits_processor
-        if self._processors_read_text:
-            processors = DraftPathProcessors(processors, input_ids.shape[1], limit, self._stop_ids)
+        self._extend_context(input_ids)
+        self.context.limit = max(limits)
+        processors: Any = self._logits_processor
+        path_processors = PathProcessors(processors, rows)
+        if path_processors.read_the_text:
+            processors = DraftPathProcessors(
+                path_processors, rows, input_ids.shape[1], limits, self._stop_ids
+            )
         block = self.drafter.draft(
             self.context,
             input_ids[:, -1],
@@ -168,65 +195,105 @@ class DSparkCandidateGenerator(CandidateGenerator):
             logits_processor=processors,
             input_ids=input_ids,
         )
+        block.tokens = self._ranks.agree(block.tokens)
         num_drafted = block.tokens.shape[1]
-        usable, ends_text = self._usable(block.tokens, min(limit, num_drafted))
+        limits = [max(min(limit, num_drafted), 0) for limit in limits]
+        usable, ends_text = limits, [False] * len(limits)
+        if path_processors.read_the_text and self._stop_ids:
+            usable, ends_text = self._usable(block.tokens, limits)
         logits = block.confidence_logits
         if logits is not None:
             logits = self.scheduler.calibrated(logits)
-        limits = block.tokens.new_full((block.tokens.shape[0],), usable)
-        lengths = self.scheduler.verify_lengths(logits, limits)
+        most_useful = torch.tensor(usable, device=block.tokens.device)
+        chosen = self.scheduler.verify_lengths(logits, most_useful)
         # Reading a tensor waits for the device.
-        width = usable if lengths is limits else int(lengths.max())
-        self.scheduler.submit(lengths.shape[0] * (1 + width), drafted=True)
+        lengths = usable if chosen is most_useful else chosen.tolist()
+        lengths = self._ranks.agree_on(lengths, block.tokens.device)
+        width = max(lengths)
+        if self.widths is not None:
+            width = _fitting(self.widths, width, min(most, num_drafted))
+            lengths = [min(length, width) for length in lengths]
+        self.scheduler.submit(len(lengths) * (1 + width), drafted=True)
         device = input_ids.device
         return Proposal(
             tokens=block.tokens[:, :width].to(device),
             logits=block.logits[:, :width].to(device) if self._do_sample else None,
-            lengths=lengths.to(device),
+            lengths=lengths,
             num_drafted=num_drafted,
             confidences=None if logits is None else logits.double().sigmoid(),
-            ends_text=ends_text and width == usable,
+            ends_text=[
+                ends and length == whole
+                for ends, length, whole in zip(ends_text, lengths, usable, strict=True)
+            ],
         )
 
-    def _extend(self, input_ids: torch.Tensor) -> None:
+    def _should_draft(self, device: torch.device) -> bool:
+        """Whether drafting pays now. Ranks measure their own profiles, so they have to agree."""
+        return bool(self._ranks.agree_on([int(self.scheduler.should_draft())], device)[0])
+
+    def _extend_context(self, input_ids: torch.Tensor) -> None:
         """Hand the features of newly committed positions to the drafter."""
-        if self._pending is None:
+        if not self._pending:
             return
-        features, self._pending = self._pending, None
-        if not self.drafter.is_autoregressive:
+        features = torch.cat([part for part, _ in self._pending], dim=1)
+        mask = None
+        if any(part_mask is not None for _, part_mask in self._pending):
+            masks = [
+                torch.ones(part.shape[:2], dtype=torch.bool) if mask is None else mask
+                for part, mask in self._pending
+            ]
+            mask = torch.cat(masks, dim=1)
+        self._pending = []
+        if self.drafter.is_autoregressive:
+            self._extend_with_tokens(features, mask, input_ids)
+        elif mask is None:
             self.drafter.extend(self.context, features)
-            return
-        text = input_ids
-        if self._is_text is not None and input_ids.shape[1] > len(self._is_text):
-            is_text = self._is_text.to(input_ids.device)
-            length, self._is_text = len(is_text), None
-            text = torch.cat((input_ids[:, :length][:, is_text], input_ids[:, length:]), dim=1)
-        following = text[:, -features.shape[1] :]
-        unknown = features.shape[1] - following.shape[1]
+        else:
+            self.drafter.extend(self.context, features, mask=mask)
+
+    def _extend_with_tokens(
+        self, features: torch.Tensor, mask: torch.Tensor | None, input_ids: torch.Tensor
+    ) -> None:
+        """As `extend` wants it of a drafter that reads the token behind each position as well."""
+        mask = torch.ones(features.shape[:2], dtype=torch.bool) if mask is None else mask
+        unknown = max(int(mask.sum(dim=1).max()) - input_ids.shape[1], 0)
         if unknown:
             # The prompt was given as embeddings: the drafter starts with the text behind it.
             self.context.skip(unknown)
+            is_first = mask.cumsum(dim=1) <= unknown
+            mask = mask & ~is_first
             logger.warning(
                 "An Eagle3 drafter reads the prompt's token ids, and %d positions were given as "
                 "inputs_embeds alone; it drafts without them and gets fewer tokens accepted. Pass "
                 "input_ids as well.",
                 unknown,
             )
-        self.drafter.extend(self.context, features[:, unknown:], token_ids=following)
+        following = input_ids.new_zeros(mask.shape)
+        for row, committed in enumerate(mask):
+            count = int(committed.sum())
+            following[row, committed.to(following.device)] = input_ids[
+                row, input_ids.shape[1] - count :
+            ]
+        if bool(mask.all()):
+            self.drafter.extend(self.context, features, token_ids=following)
+        else:
+            self.drafter.extend(self.context, features, token_ids=following, mask=mask)
 
-    def _usable(self, tokens: torch.Tensor, width: int) -> tuple[int, bool]:
+    def _usable(self, tokens: torch.Tensor, limits: list[int]) -> tuple[list[int], list[bool]]:
         """
-        Draft tokens up to a stop token, and whether there is one.
+        Draft tokens of each row up to a stop token, and whether there is one.
 
         Looked at only where processors read the text: they must not be asked about what lies
         behind. Whether token k is submitted depends on tokens before k alone, so the cut is
         lossless.
         """
-        if self._processors_read_text and self._stop_ids:
-            for k, token in enumerate(tokens[0, :width].tolist()):
+        usable, ends_text = list(limits), [False] * len(limits)
+        for i, row in enumerate(tokens.tolist()):
+            for k, token in enumerate(row[: limits[i]]):
                 if token in self._stop_ids:
-                    return k + 1, True
-        return width, False
+                    usable[i], ends_text[i] = k + 1, True
+                    break
+        return usable, ends_text
 
     def get_candidates(
         self,
@@ -246,10 +313,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         if is_first_iteration:
             return input_ids, None
-        is_prefill = self._pending is None and int(self.context.lengths[0]) == 0
+        is_prefill = not self._pending and int(self.context.lengths[0]) == 0
         self.capture()
-        self.commit(None if is_prefill else n_last_matches + 1)
-        proposal = self.propose(input_ids, self.settings.num_draft_tokens)
+        self.commit(None if is_prefill else [n_last_matches + 1])
+        limit = self.settings.num_draft_tokens
+        proposal = self.propose(Rows(input_ids, 0), [limit] * input_ids.shape[0])
         if proposal.tokens.shape[1] == 0:
             return input_ids, None
         logits = proposal.logits
@@ -265,3 +333,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
     ) -> None:
         """Part of the host's protocol; the number of drafted tokens is fixed by the settings."""
+
+
+def compiled_widths(block_size: int) -> tuple[int, ...]:
+    """
+    Numbers of draft tokens that a compiled target is run with: none, all γ, and in between those
+    that make the whole forward, anchor included, a power of two.
+    """
+    powers = (2**i - 1 for i in range(block_size.bit_length()))
+    return (*(width for width in powers if width < block_size), block_size)
+
+
+def _fitting(widths: tuple[int, ...], wanted: int, most: int) -> int:
+    """The smallest of `widths` that carries `wanted` columns, or else the largest that fits."""
+    fitting = [width for width in widths if width <= most]
+    return next((width for width in fitting if width >= wanted), max(fitting, default=0))

@@ -8,15 +8,15 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticLayer
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from .v4_cache import has_rewindable_cache
+from .cache_layers import can_roll_back
 
 if TYPE_CHECKING:
     from ..modeling_drafter import DrafterModel
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _WARNED_PAIRS: "weakref.WeakSet[DrafterModel]" = weakref.WeakSet()
 _WARNED_USELESS: "weakref.WeakSet[DrafterModel]" = weakref.WeakSet()
+_KEEPS_STATE: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
 # Rounds without a single accepted token before a drafter is called useless.
 _ROUNDS_TO_JUDGE = 8
 
@@ -49,11 +50,6 @@ def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
             f"{type(target).__name__} is an encoder-decoder model; DSpark drafters work with "
             "decoder-only targets. Generate without assistant_model, or use a decoder-only "
             "target."
-        )
-    if getattr(target, "_is_stateful", False) and not has_rewindable_cache(target):
-        raise ValueError(
-            f"{type(target).__name__} keeps a recurrent state that cannot be rolled back after a "
-            "rejected draft. Generate without assistant_model."
         )
     text = target.config.get_text_config(decoder=True)
     facts = (
@@ -103,11 +99,6 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
             f"num_beams={config.num_beams} cannot be combined with a DSpark drafter; speculation "
             "covers greedy decoding and sampling. Set num_beams=1, or drop assistant_model."
         )
-    if (config.num_return_sequences or 1) > 1:
-        raise ValueError(
-            f"num_return_sequences={config.num_return_sequences} cannot be combined with a DSpark "
-            "drafter yet. Call generate once per sequence."
-        )
     if config.use_cache is False:
         raise ValueError(
             "use_cache=False cannot be combined with a DSpark drafter. Remove it, or drop "
@@ -145,6 +136,11 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
         )
 
 
+def plain_mode(config: GenerationConfig) -> GenerationMode:
+    """The mode that a call would have without its drafter."""
+    return GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+
+
 def check_processors(logits_processor: LogitsProcessorList) -> None:
     """Raise `ValueError` for processors that keep state from one call to the next."""
     for processor in logits_processor:
@@ -156,20 +152,24 @@ def check_processors(logits_processor: LogitsProcessorList) -> None:
             )
 
 
-def check_batch(input_ids: torch.Tensor) -> None:
-    """Raise `ValueError` for more than one row."""
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            "A DSpark drafter takes one sequence at a time for now, got a batch of "
-            f"{input_ids.shape[0]}. Call generate row by row, or drop assistant_model."
-        )
+def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """Raise `ValueError` for a batch without rows, or a row without text."""
+    if input_ids.shape[0] == 0:
+        raise ValueError("input_ids has no rows; there is nothing to generate.")
+    if attention_mask is not None:
+        empty = (attention_mask.sum(dim=-1) == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"attention_mask hides every token of row {', '.join(map(str, empty))}. Leave such "
+                "rows out of the batch, or give them a token to start from."
+            )
 
 
 def check_cache(cache: Cache | None, after_prefill: bool) -> None:
     """
     Raise `ValueError` if rejected tokens could not be taken out of the target's cache again.
 
-    Layers with a recurrent state know only after the prefill whether they can be cropped.
+    Layers with a recurrent state know only after the prefill whether they have one.
     """
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -179,13 +179,76 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
     for layer in cache.layers:
         if not after_prefill and isinstance(layer, LinearAttentionCacheLayerMixin):
             continue
-        if not getattr(layer, "is_croppable", False):
+        if not can_roll_back(layer):
             raise ValueError(
                 f"{type(layer).__name__} of the target's cache cannot be rolled back after a "
                 "rejected draft. Use the default dynamic cache (leave cache_implementation "
-                "unset), or generate without assistant_model; targets with a recurrent state "
-                "have no cache that can."
+                "unset), or generate without assistant_model."
             )
+
+
+def check_cache_fits(cache: Cache, num_rows: int, config: GenerationConfig) -> None:
+    """Raise `ValueError` for a cache made for another batch, or too short for the text."""
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[0] != num_rows:
+            raise ValueError(
+                f"The cache holds {keys.shape[0]} rows and the batch has {num_rows}. Give the "
+                "cache that belongs to this batch, or none."
+            )
+        if type(layer) is StaticLayer and layer.max_cache_len < config.max_length - 1:
+            raise ValueError(
+                f"The static cache holds {layer.max_cache_len} positions, and a text of "
+                f"max_length={config.max_length} needs {config.max_length - 1}. Make it longer, or "
+                "ask for fewer new tokens."
+            )
+
+
+def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:
+    """
+    Whether what a row of a batch gets depends on how far other rows are, or on the column it stands
+    in: positions not given to the target as `(R, n)`, or attention over chunks of columns.
+    """
+    positions = model_kwargs.get("position_ids")
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return positions is None or positions.dim() != 2 or "chunked_attention" in layer_types
+
+
+def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
+    """
+    Measure, once per target, whether a recurrent state survives several tokens at a time.
+
+    Raises:
+        `ValueError`: it does not, so a block cannot be verified in one forward.
+    """
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        return
+    if all(cache.is_linear):
+        raise ValueError(
+            f"{type(target).__name__} has a recurrent state and no attention layer, so its cache "
+            "does not know its length. Generate without assistant_model."
+        )
+    if target not in _KEEPS_STATE:
+        _KEEPS_STATE[target] = _keeps_state(target)
+    if not _KEEPS_STATE[target]:
+        raise ValueError(
+            f"{type(target).__name__} loses its recurrent state when it reads several tokens at a "
+            "time behind a cached text, so drafts cannot be verified. Generate without "
+            "assistant_model."
+        )
+
+
+@torch.no_grad()
+def _keeps_state(target: PreTrainedModel) -> bool:
+    ids = (
+        torch.arange(3, 9, device=target.device)[None] % target.config.get_text_config().vocab_size
+    )
+    whole = target(ids).logits[:, -1].float()
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(ids[:, :3], cache=cache)
+    parts = target(ids[:, 3:], cache=cache).logits[:, -1].float()
+    # Rounding is far below this, a lost state far above.
+    return float((whole - parts).norm()) < 0.1 * float((whole - whole.mean()).norm())
 
 
 def warn_if_useless(drafter: "DrafterModel", statistics: "Statistics") -> None:

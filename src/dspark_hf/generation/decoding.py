@@ -1,13 +1,14 @@
 """
-The decoding loop: draft, verify, commit, until a stopping criterion holds.
+The decoding loop: draft, verify, commit, until a stopping criterion holds for every row.
 
-R rows (one for now), P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the
-host's own, so that the first token comes from the same arithmetic as in plain decoding. The
-target's cache always holds every committed token but the last, the anchor, which enters with the
-next verification.
+R rows, P prompt positions, L submitted draft tokens, V vocabulary. The prefill is the host's own,
+so that the first token comes from the same arithmetic as in plain decoding. The target's cache
+always holds every committed token but the last, the anchor, which enters with the next
+verification.
+
+Rows accept different numbers of tokens: `rows.py` keeps their texts, `frame.py` their cache.
 """
 
-import copy
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,33 +23,34 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from ..drafting import probabilities, sample
-from .candidate_generator import DSparkCandidateGenerator, Proposal
+from .candidate_generator import DSparkCandidateGenerator, Proposal, compiled_widths
 from .checks import (
     check_batch,
     check_cache,
+    check_cache_fits,
     check_generation_mode,
+    check_linear_attention,
     check_pairing,
     check_processors,
+    rows_are_coupled,
     warn_if_useless,
 )
+from .frame import Frame, crop_to
+from .judging import NO_TOKEN, Judge
 from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
+from .path_processors import PathProcessors
+from .ranks import Ranks
 from .rotary_limits import RotaryLimits
+from .rows import Rows
 from .settings import resolve_settings
 from .statistics import CallRecorder, RoundRecord
 from .stopping import TokenwiseStopping
 from .v4_cache import rewindable
-from .verification import Verification, verify_greedy, verify_sampling
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from ..modeling_dspark import DSparkDrafter
-
-_NO_TOKEN = (
-    "The target's logits contain NaN or allow no token, so there is nothing to choose from. "
-    "Check the target in this dtype with a plain forward, and the logits processors; float16 "
-    "overflow and damaged weights are the usual causes."
-)
 
 
 def make_custom_generate(drafter: "DSparkDrafter", streamer: "BaseStreamer | None") -> Callable:
@@ -88,14 +90,21 @@ def decode(
     Generate with a drafter. Arguments are those of the host's decoding methods, prepared by its
     `generate`.
 
+    Random numbers come from the global generator of the target's device, independent ones for every
+    row: the same `torch.manual_seed` and the same batch give the same texts, a batch of other rows
+    other ones. A row that a criterion ends is padded from there on, also where the host, for lack
+    of a stop token, would let it run on until all rows have ended.
+
     Returns:
-        `torch.Tensor` of shape `(R, P + new tokens)`, or [`DSparkDecoderOnlyOutput`] if the
-        generation config asks for a dict.
+        `torch.Tensor` of shape `(R, P + new tokens)`, shorter rows padded behind their end, or
+        [`DSparkDecoderOnlyOutput`] if the generation config asks for a dict.
     """
-    check_batch(input_ids)
+    check_batch(input_ids, model_kwargs.get("attention_mask"))
     check_processors(logits_processor)
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
+        check_cache_fits(model_kwargs["cache"], input_ids.shape[0], generation_config)
+        check_linear_attention(model, model_kwargs["cache"])
         loop = _DecodingLoop(
             model,
             input_ids,
@@ -113,6 +122,8 @@ def decode(
 class _DecodingLoop:
     """State of one call."""
 
+    frame: Frame
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -126,258 +137,266 @@ class _DecodingLoop:
     ):
         self.started = time.perf_counter()
         self.model = model
-        self.input_ids = input_ids
         self.logits_processor = logits_processor
         self.config = generation_config
         self.drafter = drafter
         self.streamer = streamer
         self.kwargs = model_kwargs
         self.cache = model_kwargs["cache"]
+        num_rows = input_ids.shape[0]
+        self.rows = Rows(input_ids, _pad_token(generation_config))
         self.stopping = TokenwiseStopping(stopping_criteria)
         self.rotary_limits = RotaryLimits(model.config.get_text_config(decoder=True))
-        self.outputs = OutputRecorder.from_config(generation_config)
+        self.outputs = OutputRecorder(generation_config, num_rows)
         self.recorder = CallRecorder()
+        self.ranks = Ranks(model)
+        self.judge = Judge(
+            PathProcessors(logits_processor, self.rows),
+            self.rows,
+            self.ranks,
+            generation_config.do_sample,
+        )
         self.settings = resolve_settings(
             generation_config, drafter.generation_config, drafter.config.block_size
         )
-        past_length = self.cache.get_seq_length()
+        past_length = int(self.cache.get_seq_length())
+        mask = model_kwargs.get("attention_mask")
         # Cache positions that survive if the call fails: what the caller has seen, and no drafts.
         self.settled = past_length
+        self.num_streamed = 0
         self.generator = DSparkCandidateGenerator(
             model,
             drafter,
             self.settings,
             logits_processor,
             generation_config.do_sample,
-            batch_size=input_ids.shape[0],
-            start_position=past_length,
+            batch_size=num_rows,
+            start_position=past_length if mask is None else mask[:, :past_length].sum(dim=1).cpu(),
             stop_ids=frozenset(self.stopping.stop_ids),
-            prompt_mask=None if past_length else model_kwargs.get("attention_mask"),
+            prompt_mask=mask,
+            ranks=self.ranks,
         )
-        self.forward = (
-            model.get_compiled_call(generation_config.compile_config)
-            if model._valid_auto_compile_criteria(model_kwargs, generation_config)
-            else model.__call__
-        )
+        self.forward = model.__call__
+        if model._valid_auto_compile_criteria(model_kwargs, generation_config):
+            self.forward = model.get_compiled_call(generation_config.compile_config)
+            self.generator.taps.is_compiled = True
+            self.generator.widths = compiled_widths(drafter.config.block_size)
 
     def run(self, synced_gpus: bool) -> DSparkDecoderOnlyOutput | torch.Tensor:
         """Prefill, then rounds until done."""
         try:
-            is_done = self._prefill()
+            self._prefill()
             with self.model._optimize_model_for_decode():
                 while self.model._has_unfinished_sequences(
-                    is_done, synced_gpus, device=self.input_ids.device
+                    not self.rows.active, synced_gpus, device=self.rows.device
                 ):
-                    if is_done:
-                        self._idle_forward()
+                    if self.rows.active:
+                        self._round()
                     else:
-                        is_done = self._round()
+                        self._idle_forward()
+            self.frame.finish(self.forward, self.rows)
         except BaseException:
-            self._roll_back()
+            if hasattr(self, "frame"):
+                self.frame.roll_back(self.settled)
+            else:
+                crop_to(self.cache, self.settled)
             raise
         finally:
-            # The cache may live on with the caller, who does not crop after every forward.
-            for layer in self.cache.layers:
-                if hasattr(layer, "record_past"):
-                    layer.record_past = False
+            if hasattr(self, "frame"):
+                self.frame.stop_recording()
         return self._finish()
 
-    def _roll_back(self) -> None:
-        """Crop the cache to what is settled, each layer by itself: a forward can fail midway."""
-        for layer in self.cache.layers:
-            if getattr(layer, "is_croppable", False) and hasattr(layer, "get_seq_length"):
-                surplus = int(layer.get_seq_length()) - int(self.settled)
-                if surplus > 0 and getattr(layer, "record_past", True):
-                    layer.crop(-surplus)
-
-    def _prefill(self) -> bool:
+    def _prefill(self) -> None:
         if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             # Such targets shorten the prompt inside their last layers when few logits are asked
             # for.
             self.kwargs["logits_to_keep"] = 0
-        outputs = self.model._prefill(self.input_ids, self.config, self.kwargs)
+        input_ids = self.rows.text(self.rows.prompt_length)
+        outputs = self.model._prefill(input_ids, self.config, self.kwargs)
         self.cache = outputs.cache
         check_cache(self.cache, after_prefill=True)
-        # From here on every forward is followed by a crop, which lets sliding layers roll back past
-        # their window.
-        self.cache.activate_past_recording()
-        self.settled = self.cache.get_seq_length()
+        self.settled = int(self.cache.get_seq_length())
         self.generator.capture()
         self.generator.commit()
-        logits = outputs.logits[:, -1].to(
-            copy=True, dtype=torch.float32, device=self.input_ids.device
-        )
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
         # Processors may write in place, and raw logits are an output of their own.
-        scores = self.logits_processor(self.input_ids, logits.clone())
+        scores = self.logits_processor(input_ids, logits.clone())
         has_token = not self.config.do_sample or bool((scores.amax(dim=-1) > -torch.inf).all())
         if bool(scores.isnan().any()) or not has_token:
-            raise ValueError(_NO_TOKEN)
+            raise ValueError(NO_TOKEN)
         token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
+        token = self.ranks.agree(token)
         self.outputs.add_prefill(outputs, logits, scores)
-        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-        _, is_done = self._emit(token[:, None], token.tolist())
-        return is_done
+        kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        self.frame = Frame(
+            self.model,
+            kwargs,
+            self.cache,
+            num_rows=len(self.rows.counts),
+            lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
+            keeps_cache=self.config.return_dict_in_generate
+            or getattr(self.cache, "_is_user_defined", False),
+        )
+        _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
+        self._leave(outputs, [0] * len(over), over)
 
-    def _round(self) -> bool:
-        """Draft, verify, commit. Returns whether generation is over."""
+    def _round(self) -> None:
+        """Draft, verify, commit."""
         started = time.perf_counter()
-        # One token always comes from the target itself, so drafts for the last one would be thrown
-        # away.
-        proposal = self.generator.propose(self.input_ids, self._room())
+        proposal = self.generator.propose(self.rows, self._rooms(), self.frame.room())
         drafted = time.perf_counter()
-        past_length = self.cache.get_seq_length()
+        active, rows = self.frame.active, self.rows.active
+        past, lags = self.frame.length, self.frame.lags
         outputs, proposal = self._target_forward(proposal)
-        submitted = proposal.tokens.shape[1]
         # At once: processors and criteria may run the target themselves.
-        self.generator.capture(last=submitted + 1)
+        self.generator.capture(last=proposal.tokens.shape[1] + 1, rows=self._those(active))
         verified = time.perf_counter()
-        logits, scores = self._scores(outputs.logits, proposal)
-        verification = self._verify(scores, proposal)
-        tokens, num_accepted, confidences = self._read(verification, proposal)
+        texts, drafts, _ = self._present(proposal, proposal.tokens.shape[1])
+        raw = outputs.logits if len(active) == len(self.frame.rows) else outputs.logits[active]
+        logits, scores = self.judge.scores(raw, proposal)
+        verification = self.judge.verify(scores, proposal)
+        runs, accepted, confidences = self.judge.read(verification, proposal, self.frame.lock_step)
 
         # The anchor is settled by now; `_emit` settles the run as it reaches the caller.
-        self.settled = past_length + 1
-        run = tokens[: num_accepted + 1]
-        self.outputs.add_run(logits, scores, len(run))
-        num_kept, is_done = self._emit(verification.tokens[:, : len(run)], run)
-        self.outputs.drop(len(run) - num_kept)
-        self.outputs.add_states(outputs, past_length, submitted, num_kept, self.cache)
-
-        self.cache.crop(-(submitted + 1 - num_kept))
-        self.settled = past_length + num_kept
-        self.generator.commit(num_kept)
-        self.kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.kwargs, num_new_tokens=num_kept
-        )
-        self._count(proposal, run[:num_kept], num_accepted, confidences)
+        self.settled = past + 1
+        for i, row in enumerate(rows):
+            self.outputs.add_run(row, logits[i, : len(runs[i])], scores[i, : len(runs[i])])
+        kept, over = self._emit(verification.tokens, runs)
+        for i, row in enumerate(rows):
+            self.outputs.drop(row, len(runs[i]) - kept[i])
+            entry = active[i]
+            self.outputs.add_states(
+                row, outputs, entry, past, lags[entry], drafts.shape[1], kept[i], self.frame.cache
+            )
+        if self.frame.replays:
+            self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])
+            self.generator.taps.clear()
+        self.generator.commit(kept)
+        self._leave(outputs, kept, over)
+        self.settled = self.frame.length
+        self._count(proposal, runs, kept, accepted, confidences)
         self.recorder.statistics.draft_seconds += drafted - started
         self.recorder.statistics.verify_seconds += verified - drafted
-        return is_done
 
-    def _room(self) -> int:
-        """Draft tokens that can be of use behind the anchor."""
-        room = self.config.max_length - self.input_ids.shape[1] - 1
+    def _those(self, active: list[int]) -> list[int] | None:
+        return None if len(active) == len(self.frame.rows) else active
+
+    def _rooms(self) -> list[int]:
+        """Draft tokens that can be of use behind each anchor."""
+        # One token always comes from the target itself, so drafts for the last one would be thrown
+        # away.
+        rooms = [self.config.max_length - self.rows.length(row) - 1 for row in self.rows.active]
         if self.rotary_limits:
-            positions = self.kwargs.get("position_ids")
-            length = self.input_ids.shape[1] if positions is None else int(positions.max()) + 1
-            room = self.rotary_limits.limit(length - 1, room)
-        return room
+            positions = self.frame.kwargs.get("position_ids")
+            length = max(map(self.rows.length, self.rows.active))
+            length = length if positions is None else int(positions.max()) + 1
+            rooms = [self.rotary_limits.limit(length - 1, room) for room in rooms]
+        return rooms
 
-    def _target_inputs(self, drafts: torch.Tensor) -> dict[str, Any]:
-        """What the target is run with to score `[anchor, drafts]`."""
-        length = drafts.shape[1]
-        kwargs = copy.copy(self.kwargs)
-        if length:
-            kwargs = self.model._update_model_kwargs_for_generation(
-                {}, kwargs, num_new_tokens=length
-            )
-        inputs = self.model.prepare_inputs_for_generation(
-            torch.cat((self.input_ids, drafts), dim=1), next_sequence_length=length + 1, **kwargs
-        )
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = length + 1
-        return inputs
+    def _present(
+        self, proposal: Proposal, num_drafts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Texts, drafts and used draft columns of all rows that the target runs."""
+        frame, drafts = self.frame, proposal.tokens[:, :num_drafts]
+        input_ids = self.rows.anchored(frame.rows)
+        lengths = proposal.lengths
+        if len(frame.active) < len(frame.rows):
+            placed = drafts.new_full((len(frame.rows), num_drafts), self.rows.pad_token_id)
+            placed[frame.active] = drafts
+            # Under lock-step finished rows go on in the positions of plain decoding.
+            filled = [num_drafts if frame.lock_step else 0] * len(frame.rows)
+            for i, length in zip(frame.active, lengths, strict=True):
+                filled[i] = length
+            drafts, lengths = placed, filled
+        if min(lengths) >= num_drafts:
+            return input_ids, drafts, None
+        return input_ids, drafts, torch.tensor(lengths, device=drafts.device)
 
     def _target_forward(self, proposal: Proposal) -> tuple[ModelOutput, Proposal]:
         """
-        The target on `[anchor, drafts]`, `(R, L + 1)` positions, and the proposal it verified.
+        The target on `[anchor, drafts]`, `(rows, L + 1)` positions, and the proposal it verified.
 
         Some targets (Phi-3) give up their cache at a certain length and read the whole text again.
         In such a round nothing is verified: it is the step that plain decoding makes.
         """
-        inputs = self._target_inputs(proposal.tokens)
-        if inputs.get("cache") is not self.cache and proposal.tokens.shape[1]:
-            proposal = Proposal.empty(self.input_ids[:, -1])
-            inputs = self._target_inputs(proposal.tokens)
+        num_drafts = proposal.tokens.shape[1]
+        inputs = self.frame.inputs(*self._present(proposal, num_drafts))
+        if inputs.get("cache") is not self.frame.cache and num_drafts:
+            proposal, num_drafts = Proposal.empty(proposal.tokens[:, 0]), 0
+            inputs = self.frame.inputs(*self._present(proposal, num_drafts))
         self.generator.taps.clear()
-        outputs = self.forward(**inputs, return_dict=True)
-        if outputs.cache is not self.cache:
-            self.cache = outputs.cache
-            self.cache.activate_past_recording()
-        return outputs, proposal
+        return self.frame.run(self.forward, inputs, num_drafts), proposal
 
-    def _scores(self, raw: torch.Tensor, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor]:
+    def _emit(self, tokens: torch.Tensor, runs: list[list[int]]) -> tuple[list[int], list[bool]]:
         """
-        Raw and processed float32 logits `(R, L + 1, V)`; processors see the drafted path up to each
-        position.
+        Commit each row's run up to where it stops, and stream it. Returns how many tokens of each
+        are kept and whether that row is over.
         """
-        length = proposal.tokens.shape[1] + 1
-        logits = raw[:, -length:].to(dtype=torch.float32, device=self.input_ids.device)
-        if not self.logits_processor:
-            return logits, logits
-        path = torch.cat((self.input_ids, proposal.tokens), dim=1)
-        start = self.input_ids.shape[1]
-        # Nothing follows a stop token, so nobody is asked what may follow it.
-        asked = length - proposal.ends_text
-        scores = [
-            self.logits_processor(path[:, : start + i], logits[:, i].clone()) for i in range(asked)
-        ]
-        scores += [logits[:, i] for i in range(asked, length)]
-        return logits, torch.stack(scores, dim=1)
-
-    def _verify(self, scores: torch.Tensor, proposal: Proposal) -> Verification:
-        if not self.config.do_sample:
-            return verify_greedy(scores, proposal.tokens, proposal.lengths)
-        draft_probs = None if proposal.logits is None else probabilities(proposal.logits)
-        return verify_sampling(
-            probabilities(scores), proposal.tokens, draft_probs, proposal.lengths
-        )
-
-    def _read(
-        self, verification: Verification, proposal: Proposal
-    ) -> tuple[list[int], int, list[float] | None]:
-        """Everything the host needs to know about a round, in one transfer."""
-        device = verification.tokens.device
-        parts = [
-            verification.num_accepted[:, None],
-            verification.is_valid[:, None],
-            verification.tokens,
-        ]
-        if proposal.confidences is not None:
-            parts.append(proposal.confidences.to(device))
-        (num_accepted, is_valid, *rest), *_ = torch.cat(
-            [part.double() for part in parts], dim=1
-        ).tolist()
-        if not is_valid:
-            raise ValueError(_NO_TOKEN)
-        width = verification.tokens.shape[1]
-        confidences = rest[width:] if proposal.confidences is not None else None
-        return [int(token) for token in rest[:width]], int(num_accepted), confidences
-
-    def _emit(self, run: torch.Tensor, tokens: list[int]) -> tuple[int, bool]:
-        """
-        Commit a run up to where it stops, and stream it token by token. Returns the number kept.
-        """
-        num_kept, is_done = self.stopping.count(
-            self.input_ids, run, tokens, self.outputs.scores_so_far()
-        )
-        self.input_ids = torch.cat((self.input_ids, run[:, :num_kept]), dim=1)
-        self.recorder.statistics.new_tokens += num_kept
+        self.rows.put(tokens, [len(run) for run in runs])
+        kept, over = self.stopping.count(self.rows, runs, self.outputs.scores)
+        decided = self.ranks.agree_on([*kept, *map(int, over)], self.rows.device)
+        kept, over = decided[: len(kept)], [bool(flag) for flag in decided[len(kept) :]]
+        self.rows.keep(kept, over)
+        self.recorder.statistics.new_tokens += sum(kept)
         if self.streamer is not None:
-            for i, token in enumerate(tokens[:num_kept]):
-                self.settled += i > 0
-                self.streamer.put(torch.tensor([token]))
-        return num_kept, is_done
+            self._stream(self.streamer)
+        return kept, over
+
+    def _stream(self, streamer: "BaseStreamer") -> None:
+        """Hand on every new column that all rows have, in the order of plain decoding."""
+        counts = self.rows.counts
+        ready = min((counts[row] for row in self.rows.active), default=max(counts))
+        for i in range(ready - self.num_streamed):
+            self.settled += i > 0
+            self.num_streamed += 1
+            column = self.rows.text(self.rows.prompt_length + self.num_streamed)[:, -1]
+            streamer.put(column.cpu())
+
+    def _leave(self, outputs: ModelOutput, kept: list[int], over: list[bool]) -> None:
+        """Cache, mask and drafting context go on with what was kept and the rows that go on."""
+        frame = self.frame
+        # Rows that finished before keep nothing, except that lock-step has one number for all.
+        columns = [max(kept) if frame.lock_step else 0] * len(frame.rows)
+        for entry, count in zip(frame.active, kept, strict=True):
+            columns[entry] = max(kept) if frame.lock_step else count
+        ended = [entry for entry, ends in zip(frame.active, over, strict=True) if ends]
+        frame.settle(outputs, columns, ended)
+        if ended and self.rows.active:
+            self.generator.select([i for i, ends in enumerate(over) if not ends])
 
     def _count(
         self,
         proposal: Proposal,
-        tokens: list[int],
-        num_accepted: int,
-        confidences: list[float] | None,
+        runs: list[list[int]],
+        kept: list[int],
+        accepted: list[int],
+        confidences: list[list[float]] | None,
     ) -> None:
-        num_verified = proposal.tokens.shape[1]
-        if len(tokens) <= num_accepted:
-            # Stopped inside the accepted run: the drafts behind the stop were never in question.
-            num_accepted = num_verified = len(tokens)
-        self.recorder.add_round(
-            RoundRecord(tokens, proposal.num_drafted, num_verified, num_accepted, confidences)
-        )
+        for i, run in enumerate(runs):
+            num_verified, num_accepted = proposal.lengths[i], accepted[i]
+            if kept[i] <= num_accepted:
+                # Cut inside the accepted run, by a stop or by lock-step: the drafts behind the cut
+                # were never in question.
+                num_accepted = num_verified = kept[i]
+            self.recorder.add_round(
+                RoundRecord(
+                    run[: kept[i]],
+                    proposal.num_drafted,
+                    num_verified,
+                    num_accepted,
+                    None if confidences is None else confidences[i],
+                )
+            )
 
     def _idle_forward(self) -> None:
         """Keep step with other processes that still generate."""
-        self._target_forward(Proposal.empty(self.input_ids[:, -1]))
-        self.cache.crop(-1)
+        proposal = Proposal.empty(self.rows.anchored(self.frame.rows)[:, -1])
+        inputs = self.frame.inputs(
+            self.rows.anchored(self.frame.rows), proposal.tokens, lengths=None
+        )
+        self.frame.run(self.forward, inputs, 0)
+        self.generator.taps.clear()
+        self.frame.rewind()
 
     def _finish(self) -> DSparkDecoderOnlyOutput | torch.Tensor:
         if self.streamer is not None:
@@ -385,16 +404,17 @@ class _DecodingLoop:
         self.recorder.statistics.total_seconds = time.perf_counter() - self.started
         statistics = self.recorder.finish()
         warn_if_useless(self.drafter, statistics)
+        sequences = self.rows.sequences()
         if not self.config.return_dict_in_generate:
-            return self.input_ids
+            return sequences
         return DSparkDecoderOnlyOutput(
-            sequences=self.input_ids,
-            scores=self.outputs.scores_so_far(),
-            logits=None if self.outputs.logits is None else tuple(self.outputs.logits),
-            attentions=None if self.outputs.attentions is None else tuple(self.outputs.attentions),
-            hidden_states=None
-            if self.outputs.hidden_states is None
-            else tuple(self.outputs.hidden_states),
-            cache=self.cache,
+            sequences=sequences,
+            cache=self.frame.cache,
             statistics=statistics,
+            **self.outputs.as_dict(),
         )
+
+
+def _pad_token(config: GenerationConfig) -> int:
+    pad = config._pad_token_tensor
+    return 0 if pad is None else int(pad)

@@ -44,17 +44,12 @@ def _wrap_validate(original):
     def validate(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = generation_mode_kwargs.get("assistant_model")
         if is_drafter(drafter):
-            from transformers.generation import GenerationMode
-
-            from .checks import check_generation_mode, check_pairing
-            from .v4_cache import has_rewindable_cache
+            from .checks import check_generation_mode, check_pairing, plain_mode
 
             check_generation_mode(generation_config, generation_mode)
             check_pairing(self, drafter)
-            if has_rewindable_cache(self):
-                # The host refuses assisted generation on targets whose cache it cannot roll back;
-                # ours can, and what else it would check is the same for sampling.
-                generation_mode = GenerationMode.SAMPLE
+            # The host's own assisted loop takes one row and no recurrent state; ours takes both.
+            generation_mode = plain_mode(generation_config)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate

@@ -3,11 +3,12 @@ What `generate` returns besides the tokens: scores, logits, hidden states, atten
 token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig
+from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
@@ -26,111 +27,151 @@ class DSparkDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     statistics: Statistics | None = None
 
 
-@dataclass
 class OutputRecorder:
     """
     Collects what the generation config asks for, in the shapes that plain decoding returns.
 
-    Attributes:
-        scores, logits (`list`): per new token `(R, V)`, processed and raw; `None` if not asked for.
-        hidden_states, attentions (`list`):
-            Per forward of plain decoding a tuple over layers; `None` if not asked for.
+    Rows of a batch come to a token at different times, so everything is kept by row and put
+    together at the end. Behind the end of a row that stopped early plain decoding returns what the
+    target says about padding; here those entries are zero.
+
+    Args:
+        config (`GenerationConfig`): what is wanted; only if a dict is returned, as the host does.
+        num_rows (`int`): R.
     """
 
-    scores: list[torch.Tensor] | None = None
-    logits: list[torch.Tensor] | None = None
-    hidden_states: list[tuple] | None = None
-    attentions: list[tuple] | None = field(default=None)
+    def __init__(self, config: GenerationConfig, num_rows: int):
+        def wanted(flag: bool | None) -> list[list] | None:
+            return (
+                [[] for _ in range(num_rows)] if config.return_dict_in_generate and flag else None
+            )
 
-    @classmethod
-    def from_config(cls, config: GenerationConfig) -> "OutputRecorder":
-        """Collect only if a dict is returned, as the host does."""
-
-        def wanted(flag: bool | None) -> list | None:
-            return [] if config.return_dict_in_generate and flag else None
-
-        return cls(
-            scores=wanted(config.output_scores),
-            logits=wanted(config.output_logits),
-            hidden_states=wanted(config.output_hidden_states),
-            attentions=wanted(config.output_attentions),
-        )
+        self._scores = wanted(config.output_scores)
+        self._logits = wanted(config.output_logits)
+        self._hidden_states = wanted(config.output_hidden_states)
+        self._attentions = wanted(config.output_attentions)
+        self._prefill: ModelOutput | None = None
 
     def add_prefill(self, outputs: ModelOutput, logits: torch.Tensor, scores: torch.Tensor) -> None:
         """The first token: logits and scores `(R, V)`, states of the whole prompt."""
-        self._add_token(logits, scores)
-        self._add_whole(outputs)
+        for row in range(logits.shape[0]):
+            self.add_run(row, logits[row : row + 1], scores[row : row + 1])
+        if self._hidden_states is not None or self._attentions is not None:
+            self._prefill = outputs
 
-    def add_run(self, logits: torch.Tensor, scores: torch.Tensor, count: int) -> None:
-        """Logits and scores of a committed run: the first `count` of `(R, L + 1, V)`."""
-        for i in range(count):
-            self._add_token(logits[:, i], scores[:, i])
+    def add_run(self, row: int, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Logits and scores `(n, V)` of a committed run of one row."""
+        for kept, new in ((self._scores, scores), (self._logits, logits)):
+            if kept is not None:
+                kept[row].extend(new)
 
-    def drop(self, count: int) -> None:
-        """Take back the last `count` tokens."""
-        for kept in (self.scores, self.logits):
+    def drop(self, row: int, count: int) -> None:
+        """Take back the last `count` tokens of a row."""
+        for kept in (self._scores, self._logits):
             if kept is not None and count:
-                del kept[-count:]
+                del kept[row][-count:]
 
     def add_states(
-        self, outputs: ModelOutput, past_length: int, submitted: int, count: int, cache: Cache
+        self,
+        row: int,
+        outputs: ModelOutput,
+        entry: int,
+        past: int,
+        lag: int,
+        num_drafts: int,
+        count: int,
+        cache: Cache,
     ) -> None:
         """
         Hidden states and attentions of a committed run, cut out of the verification forward.
 
         Args:
+            row (`int`): which row of the batch.
             outputs (`ModelOutput`): of the target on `[anchor, drafts]`.
-            past_length (`int`): positions in the cache before that forward.
-            submitted (`int`): L; with nothing submitted the forward is plain decoding's own.
+            entry (`int`): which row of that forward.
+            past (`int`): columns in the cache before that forward.
+            lag (`int`): how many of them plain decoding would not have.
+            num_drafts (`int`): L.
             count (`int`): committed tokens, hence forwards that plain decoding would have made.
             cache (`Cache`): tells which layers are sliding or of fixed width.
         """
-        if submitted == 0:
-            self._add_whole(outputs)
-            return
+        # A forward of one token is plain decoding's own, even one that reads the text again.
+        whole = count == 1 and lag == 0 and num_drafts == 0
         for i in range(count):
-            if self.hidden_states is not None:
-                self.hidden_states.append(
-                    tuple(state[:, i : i + 1] for state in outputs.hidden_states)
+            if self._hidden_states is not None:
+                columns = slice(None) if whole else slice(i, i + 1)
+                self._hidden_states[row].append(
+                    tuple(state[entry, columns] for state in outputs.hidden_states)
                 )
-            if self.attentions is not None:
-                self.attentions.append(
+            if self._attentions is not None:
+                self._attentions[row].append(
                     tuple(
-                        None
+                        weights
                         if weights is None
-                        else _attention_row(weights, i, past_length, cache.layers[n])
+                        else weights[entry]
+                        if whole
+                        else _attention_row(weights[entry], i, past, lag, cache.layers[n])
                         for n, weights in enumerate(outputs.attentions)
                     )
                 )
 
-    def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
-        """What the host passes to stopping criteria."""
-        return None if self.scores is None else tuple(self.scores)
+    def scores(self, count: int | None = None) -> tuple[torch.Tensor, ...] | None:
+        """Scores `(R, V)` of the first `count` new tokens, all by default."""
+        return _steps(self._scores, count)
 
-    def _add_whole(self, outputs: ModelOutput) -> None:
-        if self.hidden_states is not None:
-            self.hidden_states.append(outputs.hidden_states)
-        if self.attentions is not None:
-            self.attentions.append(outputs.attentions)
+    def as_dict(self) -> dict[str, Any]:
+        """What the host's output class takes."""
+        hidden_states, attentions = _steps(self._hidden_states), _steps(self._attentions)
+        if self._prefill is not None:
+            if hidden_states is not None:
+                hidden_states = (self._prefill.hidden_states, *hidden_states)
+            if attentions is not None:
+                attentions = (self._prefill.attentions, *attentions)
+        return {
+            "scores": self.scores(),
+            "logits": _steps(self._logits),
+            "hidden_states": hidden_states,
+            "attentions": attentions,
+        }
 
-    def _add_token(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        if self.scores is not None:
-            self.scores.append(scores)
-        if self.logits is not None:
-            self.logits.append(logits)
+
+def _steps(kept: list[list] | None, count: int | None = None) -> tuple | None:
+    """What each row has at each step, put together to batches."""
+    if kept is None:
+        return None
+    count = max(map(len, kept)) if count is None else count
+    return tuple(
+        _together([row[i] if i < len(row) else None for row in kept]) for i in range(count)
+    )
 
 
-def _attention_row(weights: torch.Tensor, i: int, past_length: int, layer: Any) -> torch.Tensor:
+def _together(parts: list) -> Any:
+    example = next(part for part in parts if part is not None)
+    if isinstance(example, tuple):
+        return tuple(
+            None
+            if example[n] is None
+            else _together([None if part is None else part[n] for part in parts])
+            for n in range(len(example))
+        )
+    return torch.stack([torch.zeros_like(example) if part is None else part for part in parts])
+
+
+def _attention_row(weights: torch.Tensor, i: int, past: int, lag: int, layer: Any) -> torch.Tensor:
     """
-    Attention of query i `(R, heads, 1, keys)` with the keys that one-token decoding would have
-    seen.
+    Attention `(heads, 1, keys)` of query i of one row `(heads, queries, keys)` with the keys that
+    one-token decoding would have seen.
     """
     queries, keys = weights.shape[-2:]
     row = weights[..., i : i + 1, :]
+    own = past - lag + i + 1
+    if isinstance(layer, StaticLayer):
+        # These attend over their whole width, the columns in use first.
+        end = past + i + 1 if past + queries <= keys else keys - queries + i + 1
+        own = min(own, layer.max_cache_len)
+        return torch.nn.functional.pad(row[..., end - own : end], (0, layer.max_cache_len - own))
     if getattr(layer, "is_compileable", False):
-        return row  # Static caches attend over their whole width in either case.
+        return row  # Keeps nothing of its own, so there is nothing to cut.
     end = keys - queries + i + 1
-    width = past_length + i + 1
-    if layer.is_sliding:
-        width = min(width, layer.get_max_length())
-    return row[..., end - width : end]
+    own = min(own, layer.get_max_length()) if layer.is_sliding else own
+    return row[..., end - own : end]

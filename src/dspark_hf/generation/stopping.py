@@ -2,19 +2,22 @@
 Stopping criteria inside a block: every committed token is judged as plain decoding would judge it.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from .rows import Rows
+
 
 class TokenwiseStopping:
     """
-    Applies stopping criteria token by token to a run of committed tokens.
+    Applies stopping criteria token by token to runs of committed tokens.
 
     Length and stop tokens are decided on the host from the tokens themselves; every other
-    criterion, the user's included, is called once per committed token with exactly the ids and
-    scores it would see without speculation.
+    criterion, the user's included, is called once per length with exactly the ids and scores it
+    would see without speculation. In a batch, rows reach a length at different times: a criterion
+    is then called with all rows, and only the answer for those that just got there is used.
 
     Args:
         criteria (`StoppingCriteriaList`): as the host prepared them.
@@ -33,30 +36,50 @@ class TokenwiseStopping:
                 self._others.append(criterion)
 
     def count(
-        self, input_ids: torch.Tensor, run: torch.Tensor, tokens: list[int], scores: tuple | None
-    ) -> tuple[int, bool]:
+        self, rows: Rows, runs: list[list[int]], scores: Callable[[int], tuple | None]
+    ) -> tuple[list[int], list[bool]]:
         """
-        How many tokens of a run to keep.
+        How many tokens of the runs to keep.
 
         Args:
-            input_ids (`torch.Tensor` of shape `(1, length)`): committed tokens before the run.
-            run (`torch.Tensor` of shape `(1, n)`): the run, on the device.
-            tokens (`list[int]`): the run, on the host.
-            scores (`tuple`, *optional*): scores of all generated tokens up to the end of the run.
+            rows ([`Rows`]): the texts, with the runs already put behind the active ones.
+            runs (`list[list[int]]`): the run of each active row.
+            scores (callable): scores of the first so many new tokens, as the host passes them.
 
         Returns:
-            Number of tokens to keep, at least 1, and whether generation is over.
+            For each active row the number of tokens to keep, at least 1, and whether it is over.
         """
-        length = input_ids.shape[1]
-        ids: Any = torch.cat((input_ids, run), dim=1) if self._others else None
-        before = 0 if scores is None else len(scores) - len(tokens)
-        for i, token in enumerate(tokens):
-            is_done = token in self.stop_ids or (
-                self._max_length is not None and length + i + 1 >= self._max_length
-            )
+        starts = [rows.length(row) for row in rows.active]
+        kept, over = [], []
+        for start, run in zip(starts, runs, strict=True):
+            is_last = [
+                token in self.stop_ids
+                or (self._max_length is not None and start + i + 1 >= self._max_length)
+                for i, token in enumerate(run)
+            ]
+            over.append(any(is_last))
+            kept.append(is_last.index(True) + 1 if over[-1] else len(run))
+        if self._others:
+            self._ask(rows, starts, kept, over, scores)
+        return kept, over
+
+    def _ask(
+        self,
+        rows: Rows,
+        starts: list[int],
+        kept: list[int],
+        over: list[bool],
+        scores: Callable[[int], tuple | None],
+    ) -> None:
+        for length in range(min(starts) + 1, max(map(sum, zip(starts, kept, strict=True))) + 1):
+            asked = [i for i, start in enumerate(starts) if start < length <= start + kept[i]]
+            if not asked:
+                continue
+            ids = rows.text(length)
+            answers = torch.zeros(ids.shape[0], dtype=torch.bool)
             for criterion in self._others:
-                seen = None if scores is None else scores[: before + i + 1]
-                is_done |= bool(torch.as_tensor(criterion(ids[:, : length + i + 1], seen)).all())
-            if is_done:
-                return i + 1, True
-        return len(tokens), False
+                answer = torch.as_tensor(criterion(ids, scores(length - rows.prompt_length)))
+                answers |= answer.cpu().bool()
+            for i in asked:
+                if answers[rows.active[i]]:
+                    kept[i], over[i] = length - starts[i], True

@@ -49,6 +49,9 @@ class TargetTaps:
     Args:
         target (`PreTrainedModel`): the model to read.
         layer_ids (`list[int]`): layers whose output is read; -1 reads the input of the first layer.
+
+    Attributes:
+        is_compiled (`bool`): whether forwards are compiled, which the hooks then stay out of.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
@@ -58,10 +61,12 @@ class TargetTaps:
         self._states: list[list[torch.Tensor]] = [[] for _ in layer_ids]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._thread = threading.get_ident()
+        self.is_compiled = False
 
     def __enter__(self) -> "TargetTaps":
         for states, layer, module in zip(self._states, self._layer_ids, self._modules, strict=True):
             hook = self._input_hook(states) if layer < 0 else self._output_hook(states)
+            hook = torch.compiler.disable(hook) if self.is_compiled else hook
             if layer < 0:
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             else:

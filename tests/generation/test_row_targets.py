@@ -1,0 +1,168 @@
+"""Kinds of targets with several rows: experts, sinks, adapters, offloading, compiled, pipelines."""
+
+import pytest
+import torch
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StaticCache,
+)
+from transformers.generation.configuration_utils import CompileConfig
+
+from batches import make_prompts, pad_left, script_rows
+from dspark_hf import collect_statistics
+from dspark_hf.losslessness import greedy_gaps
+from tiny import make_drafter, make_target
+
+SHARED = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.4,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+TARGETS = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHARED, **EXPERTS)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHARED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SHARED, **EXPERTS, sliding_window=8, attn_implementation="eager")
+    ),
+}
+
+
+def check(target, num_rows=3, new_tokens=14, **options):
+    """Greedy equals plain generate for rows that are right 4, 0 and 2 times."""
+    prompts = make_prompts([6, 3, 8][:num_rows])
+    batch = pad_left(prompts)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, **options}
+    expected = target.generate(**batch, **options)
+    width = batch["input_ids"].shape[1]
+    texts = [row[width - p.shape[1] :] for row, p in zip(expected, prompts, strict=True)]
+    drafter = script_rows(make_drafter(), texts, [4, 0, 2])
+    with collect_statistics() as statistics:
+        found = target.generate(**batch, assistant_model=drafter, **options)
+    assert torch.equal(found, expected)
+    assert statistics.accepted >= new_tokens // 2
+    return statistics
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_experts_and_sinks(name):
+    """B148."""
+    torch.manual_seed(0)
+    check(TARGETS[name]().eval())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter():
+    """B109."""
+    from peft import LoraConfig, get_peft_model
+
+    target = get_peft_model(make_target("qwen3"), LoraConfig(r=2, target_modules=["q_proj"]))
+    layer = target.base_model.model.model.layers[0]
+    torch.nn.init.normal_(layer.self_attn.q_proj.lora_B["default"].weight)
+    check(target)
+
+
+def test_layers_offloaded_by_accelerate(tmp_path):
+    from accelerate import cpu_offload, disk_offload
+
+    check(cpu_offload(make_target("qwen3"), execution_device=torch.device("cpu")))
+    check(disk_offload(make_target("qwen3"), str(tmp_path), torch.device("cpu")))
+
+
+def test_bfloat16_rows_are_the_targets_argmax_up_to_a_small_gap():
+    """B015: with a drafter in another precision."""
+    target, prompts = make_target("llama").bfloat16(), make_prompts([6, 6, 6])
+    found = target.generate(
+        torch.cat(prompts), assistant_model=make_drafter(), max_new_tokens=14, do_sample=False
+    )
+    assert float(greedy_gaps(target, found, 6).max()) <= 0.25
+
+
+def test_several_samples_of_one_prompt_are_independent_and_repeatable():
+    """B061: the seed decides, and rows draw numbers of their own."""
+    target, prompt = make_target("qwen3"), make_prompts([6])[0]
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": True,
+        "temperature": 2.0,
+        "num_return_sequences": 4,
+        "assistant_model": make_drafter(),
+    }
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(target.generate(prompt, **options))
+    assert outputs[0].shape == (4, 18)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert len({tuple(row.tolist()) for row in outputs[0]}) == 4
+
+
+def test_each_row_has_its_targets_distribution():
+    """
+    χ² of the first two tokens of each row against exact probabilities; 1200 draws a row. The bound
+    is crossed by an exact sampler once in 10⁴ runs.
+    """
+    from scipy.stats import chi2
+
+    from dspark_hf.losslessness import pair_probabilities
+
+    target, prompts = make_target("qwen3"), make_prompts([4, 2])
+    batch, repeats, top_k = pad_left(prompts), 1200, 3
+    exact = [pair_probabilities(target, prompt, top_k) for prompt in prompts]
+    ids = batch["input_ids"].repeat_interleave(repeats, dim=0)
+    torch.manual_seed(5)
+    found = target.generate(
+        ids,
+        attention_mask=batch["attention_mask"].repeat_interleave(repeats, dim=0),
+        assistant_model=make_drafter(),
+        max_new_tokens=3,
+        do_sample=True,
+        top_k=top_k,
+    )
+    for row, probabilities in enumerate(exact):
+        drawn = found[row * repeats : (row + 1) * repeats, 4:6].tolist()
+        seen = {pair: drawn.count(list(pair)) for pair in probabilities}
+        assert sum(seen.values()) == repeats
+        kept = {pair: p for pair, p in probabilities.items() if p * repeats >= 5}
+        statistic = sum((seen[pair] - repeats * p) ** 2 / (repeats * p) for pair, p in kept.items())
+        assert statistic < chi2.ppf(1 - 1e-4, len(kept))
+
+
+def test_a_compiled_target_meets_few_widths():
+    """B107: forwards of 1, 2, 4 and 5 tokens, whatever is accepted and however near the end."""
+    target, widths = make_target("qwen3"), set()
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    config = CompileConfig(backend="eager", fullgraph=False)
+    config._compile_all_devices = True
+    for new_tokens in (9, 14):
+        cache = StaticCache(target.config, max_cache_len=8 + new_tokens)
+        prompts = pad_left(make_prompts([6, 3, 8]))
+        plain = target.generate(**prompts, max_new_tokens=new_tokens, do_sample=False)
+        found = target.generate(
+            **prompts,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            cache=cache,
+            compile_config=config,
+            assistant_model=make_drafter(),
+        )
+        assert torch.equal(found, plain)
+    assert widths <= {1, 2, 4, 5, 8}
