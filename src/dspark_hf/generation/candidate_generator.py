@@ -105,6 +105,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._stop_ids = stop_ids
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
+        self._is_text: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._ranks = Ranks(target) if ranks is None else ranks
@@ -151,6 +152,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if min(kept) < max(kept):
                 mask = torch.arange(max(kept))[None] < torch.tensor(kept)[:, None]
         elif self._prompt_mask is not None:
+            self._is_text = self._prompt_mask.cpu().bool()
             mask, self._prompt_mask = self._prompt_mask[:, -features.shape[1] :].cpu().bool(), None
         # Whether the drafter runs again is known only later; projecting these rows can wait until
         # then.
@@ -180,7 +182,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if max(limits) <= 0 or not self._should_draft(input_ids.device):
             self.scheduler.submit(len(limits), drafted=False)
             return Proposal.empty(input_ids[:, -1])
-        self._extend_context(input_ids)
+        self._extend_context(rows)
         self.context.limit = max(limits)
         processors: Any = self._logits_processor
         path_processors = PathProcessors(processors, rows)
@@ -231,7 +233,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Whether drafting pays now. Ranks measure their own profiles, so they have to agree."""
         return bool(self._ranks.agree_on([int(self.scheduler.should_draft())], device)[0])
 
-    def _extend_context(self, input_ids: torch.Tensor) -> None:
+    def _extend_context(self, rows: Rows) -> None:
         """Hand the features of newly committed positions to the drafter."""
         if not self._pending:
             return
@@ -245,18 +247,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
             mask = torch.cat(masks, dim=1)
         self._pending = []
         if self.drafter.is_autoregressive:
-            self._extend_with_tokens(features, mask, input_ids)
+            self._extend_with_tokens(features, mask, rows)
         elif mask is None:
             self.drafter.extend(self.context, features)
         else:
             self.drafter.extend(self.context, features, mask=mask)
 
     def _extend_with_tokens(
-        self, features: torch.Tensor, mask: torch.Tensor | None, input_ids: torch.Tensor
+        self, features: torch.Tensor, mask: torch.Tensor | None, rows: Rows
     ) -> None:
         """As `extend` wants it of a drafter that reads the token behind each position as well."""
         mask = torch.ones(features.shape[:2], dtype=torch.bool) if mask is None else mask
-        unknown = max(int(mask.sum(dim=1).max()) - input_ids.shape[1], 0)
+        texts = [self._text(rows, row) for row in rows.active]
+        self._is_text = None
+        unknown = max(int(mask.sum(dim=1).max()) - max(map(len, texts)), 0)
         if unknown:
             # The prompt was given as embeddings: the drafter starts with the text behind it.
             self.context.skip(unknown)
@@ -268,16 +272,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 "input_ids as well.",
                 unknown,
             )
-        following = input_ids.new_zeros(mask.shape)
-        for row, committed in enumerate(mask):
+        following = texts[0].new_zeros(mask.shape)
+        for i, (text, committed) in enumerate(zip(texts, mask, strict=True)):
             count = int(committed.sum())
-            following[row, committed.to(following.device)] = input_ids[
-                row, input_ids.shape[1] - count :
-            ]
+            following[i, committed.to(following.device)] = text[len(text) - count :]
         if bool(mask.all()):
             self.drafter.extend(self.context, features, token_ids=following)
         else:
             self.drafter.extend(self.context, features, token_ids=following, mask=mask)
+
+    def _text(self, rows: Rows, row: int) -> torch.Tensor:
+        """Token ids of a row, without those that the prompt's mask takes out."""
+        ids = rows.text(rows.length(row))[row, : rows.length(row)]
+        if self._is_text is None or len(ids) <= self._is_text.shape[1]:
+            return ids
+        is_text = torch.ones(len(ids), dtype=torch.bool)
+        is_text[: self._is_text.shape[1]] = self._is_text[row]
+        return ids[is_text.to(ids.device)]
 
     def _usable(self, tokens: torch.Tensor, limits: list[int]) -> tuple[list[int], list[bool]]:
         """
