@@ -81,6 +81,8 @@ def test_the_standard_error_is_that_of_repeated_experiments():
         for c, r in zip(committed[:200], rounds[:200], strict=True)
     ]
     assert sum(errors) / len(errors) == pytest.approx(float(taus.std()), rel=0.1)
+    # By hand: ratio 3, deviations of 1, and n / (n - 1) = 2.
+    assert metrics.ratio_error([(2, 1), (4, 1)]) == 1.0
     assert math.isnan(metrics.ratio_error([(5, 2)]))
 
 

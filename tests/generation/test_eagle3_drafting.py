@@ -262,7 +262,7 @@ def test_the_hosts_own_loop_pairs_features_and_tokens():
     with DSparkCandidateGenerator(
         target,
         drafter,
-        DraftSettings(4, "full", 0.0, greedy_drafts=False),
+        DraftSettings(num_draft_tokens=4),
         LogitsProcessorList(),
         do_sample=False,
         batch_size=1,
