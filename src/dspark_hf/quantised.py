@@ -87,8 +87,10 @@ def dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
         dtype (`torch.dtype`): type of the result; exact in bfloat16 and float32.
     """
     # Half precision does not reach all scales, so it is only the type of the result.
-    exact = torch.float32 if dtype == torch.float16 else dtype
-    values = _e2m1_pairs(packed.device, exact)[_as_bytes(packed).int()].flatten(-2)
+    exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    # Both values of a byte are fetched as one integer: most of the time goes into this look-up.
+    pairs = _e2m1_pairs(packed.device, exact).index_select(0, _as_bytes(packed).flatten().int())
+    values = pairs.view(exact).view(*packed.shape[:-1], -1)
     factors = _e8m0_table(scale.device).to(exact)[_as_bytes(scale).int()]
     return (values.unflatten(-1, (-1, FP4_GROUP)) * factors[..., None]).flatten(-2).to(dtype)
 
@@ -106,7 +108,8 @@ def _e8m0_table(device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _e2m1_pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The two values of every byte, (256, 2)."""
+    """The two values of every byte (256,), as the bits of an integer of twice the width."""
     values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device="cpu")
     codes = torch.arange(256, device="cpu")
-    return torch.stack((values[codes & 15], values[codes >> 4]), dim=1).to(device, dtype)
+    pairs = torch.stack((values[codes & 15], values[codes >> 4]), dim=1).to(device, dtype)
+    return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()

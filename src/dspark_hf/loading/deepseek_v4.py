@@ -379,4 +379,5 @@ class StoredDrafter:
             scale = self._read(name.removesuffix("weight") + "scale")
             return dequantise_fp8(tensor, scale).bfloat16()
         is_packed = tensor.dtype in (torch.int8, torch.float8_e8m0fnu)
-        return tensor.view(torch.uint8) if is_packed else tensor
+        # A copy: what is read shares the mapped file, which would stay mapped as long as it lives.
+        return tensor.view(torch.uint8) if is_packed else tensor.clone()
