@@ -19,7 +19,7 @@ class Eagle3Objective(nn.Module):
         chunk_rows (`int`): rows scored over the vocabulary at a time.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, decay: float = 0.8, chunk_rows: int = 1024):
+    def __init__(self, drafter: Eagle3Drafter, decay: float = 0.8, chunk_rows: int = 256):
         super().__init__()
         self.drafter = drafter
         self.decay = decay

@@ -36,7 +36,7 @@ def eagle3_objective(
     teacher_head: Head,
     ttt_length: int | None = None,
     decay: float = 0.8,
-    chunk_rows: int = 1024,
+    chunk_rows: int = 256,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     Soft cross-entropy with the target's distributions, `Σ_k decay^k · Σ_rows CE / (B · S)`.

@@ -126,7 +126,7 @@ class DSparkObjective(nn.Module):
         drafter: DSparkDrafter,
         weights: ObjectiveWeights | None = None,
         num_anchors: int = 512,
-        chunk_rows: int = 1024,
+        chunk_rows: int = 256,
         sum_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None,
         num_processes: int = 1,
     ):

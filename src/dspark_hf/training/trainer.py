@@ -44,7 +44,7 @@ class DSparkTrainer(Trainer):
         feature_caches (`tuple`, *optional*):
             [`FeatureCache`] of the training and of the evaluation examples; by default the target
             runs on every batch.
-        chunk_rows (`int`, *optional*, defaults to 1024): rows scored over the vocabulary at a time.
+        chunk_rows (`int`, *optional*, defaults to 256): rows scored over the vocabulary at a time.
 
     Raises:
         `ValueError`: the drafter was made for another target, the target cannot be read (see
@@ -62,7 +62,7 @@ class DSparkTrainer(Trainer):
         weights: ObjectiveWeights | None = None,
         num_anchors: int = 512,
         feature_caches: tuple[FeatureCache, FeatureCache | None] | None = None,
-        chunk_rows: int = 1024,
+        chunk_rows: int = 256,
         **kwargs: Any,
     ):
         check_pairing(target, drafter)

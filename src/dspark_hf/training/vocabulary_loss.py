@@ -105,7 +105,7 @@ def vocabulary_loss(
     weights: torch.Tensor,
     ce_weight: float,
     tv_weight: float,
-    chunk_rows: int = 1024,
+    chunk_rows: int = 256,
 ) -> VocabularyLoss:
     """
     The two terms of the objective that look at the vocabulary (paper section 6).
