@@ -22,7 +22,7 @@ from transformers import (
 
 from dspark_hf import collect_statistics, modeling_dspark
 from dspark_hf.drafting import probabilities, sample
-from dspark_hf.generation import decoding
+from dspark_hf.generation import judging
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.generation.verification import threshold_lengths, verify_sampling
 from tiny import make_drafter, make_target
@@ -281,7 +281,7 @@ def test_the_ratio_uses_the_very_probabilities_that_tokens_were_drawn_from(monke
         return verify_sampling(target_probs, draft_tokens, draft_probs, verify_lengths)
 
     monkeypatch.setattr(modeling_dspark, "sample", drawing)
-    monkeypatch.setattr(decoding, "verify_sampling", verifying)
+    monkeypatch.setattr(judging, "verify_sampling", verifying)
     target, drafter = small_target().bfloat16(), small_drafter().bfloat16()
     target.generate(
         PROMPT, max_new_tokens=12, do_sample=True, temperature=0.7, assistant_model=drafter

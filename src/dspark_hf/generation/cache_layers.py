@@ -178,7 +178,9 @@ def read(layer: Any, added: int, length: int, saved: Any = None) -> Columns:
     if overwrites(layer) and saved is not None:
         return _read_overwritten(layer, added, length, saved)
     if is_static(layer):
-        return Columns([x[..., :length, :] for x in (layer.keys, layer.values)], 0)
+        # A full window has dropped the first ones.
+        held = min(length, layer.max_cache_len)
+        return Columns([x[..., :held, :] for x in (layer.keys, layer.values)], length - held)
     return Columns([layer.keys, layer.values], length - layer.keys.shape[-2])
 
 
