@@ -172,9 +172,7 @@ def test_taps_are_the_mean_over_the_streams_of_the_raw_output():
     """Of every layer, the last included, whose entry in `hidden_states` is another tensor."""
     target, prompt, seen = tiny_target(), make_prompt(11), []
     drafter = make_v4_drafter(taps=(-1, 1, 3))
-    generator = DSparkCandidateGenerator(
-        target, drafter, DraftSettings(5, "full", None, False), [], False, batch_size=1
-    )
+    generator = DSparkCandidateGenerator(target, drafter, DraftSettings(5), [], False, batch_size=1)
     handles = [
         target.model.layers[i].register_forward_hook(lambda m, a, out: seen.append(out))
         for i in (1, 3)
