@@ -21,8 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import dspark_hf
-
+from .. import __version__
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
@@ -253,7 +252,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     result = {
         "config": dataclasses.asdict(config),
         "versions": {
-            "dspark_hf": dspark_hf.__version__,
+            "dspark_hf": __version__,
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
