@@ -10,6 +10,7 @@ from test_v4_cache import assert_same_state, run, start
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
+from batches import script_rows
 from checkpoints import GOLDEN
 from dspark_hf import DSparkCandidateGenerator, collect_statistics
 from dspark_hf.drafting import probabilities
@@ -253,3 +254,20 @@ def test_sampled_texts_have_the_targets_distribution():
     # Some drafts are accepted and some are not, or one branch of the rule was never taken.
     assert 0 < statistics.accepted < statistics.verified
     assert_distributed_as(counts, exact_paths(target, prompt))
+
+
+def test_several_rows():
+    """In lock-step where they are of equal length; padding is compressed like text by the host."""
+    target, prompts = tiny_target(), torch.cat([make_prompt(8, seed=seed) for seed in (1, 2, 3)])
+    options = {"max_new_tokens": 24, "do_sample": False}
+    expected = target.generate(prompts, **options)
+    drafter = script_rows(make_v4_drafter(), list(expected), [5, 3, 2])
+    with collect_statistics() as statistics:
+        output = target.generate(prompts, assistant_model=drafter, **options)
+    assert torch.equal(output, expected)
+    # Two drafts right in the slowest row and the token behind them.
+    assert statistics.accepted_length > 2.5
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="rows of equal length"):
+        target.generate(prompts, attention_mask=mask, assistant_model=drafter, **options)

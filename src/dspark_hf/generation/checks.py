@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from .cache_layers import can_roll_back
+from .v4_cache import has_rewindable_cache
 
 if TYPE_CHECKING:
     from ..modeling_drafter import DrafterModel
@@ -163,6 +164,23 @@ def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
                 f"attention_mask hides every token of row {', '.join(map(str, empty))}. Leave such "
                 "rows out of the batch, or give them a token to start from."
             )
+
+
+def check_padding(target: PreTrainedModel, attention_mask: torch.Tensor | None) -> None:
+    """
+    Refuse batches of unequal length on DeepSeek-V4.
+
+    Its compressed layers take padding for text, in plain `generate` as well, so what a row is told
+    depends on the columns it stands in. Raises `ValueError`.
+    """
+    if attention_mask is None or attention_mask.shape[0] < 2:
+        return
+    if has_rewindable_cache(target) and not bool(attention_mask.bool().all()):
+        raise ValueError(
+            f"The attention mask takes out positions of a batch of {attention_mask.shape[0]} rows, "
+            f"and {type(target).__name__} compresses padding together with text. Give rows of "
+            "equal length, or one row at a time."
+        )
 
 
 def check_cache(cache: Cache | None, after_prefill: bool) -> None:

@@ -30,6 +30,7 @@ from .checks import (
     check_cache_fits,
     check_generation_mode,
     check_linear_attention,
+    check_padding,
     check_pairing,
     check_processors,
     rows_are_coupled,
@@ -100,6 +101,7 @@ def decode(
         [`DSparkDecoderOnlyOutput`] if the generation config asks for a dict.
     """
     check_batch(input_ids, model_kwargs.get("attention_mask"))
+    check_padding(model, model_kwargs.get("attention_mask"))
     check_processors(logits_processor)
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
