@@ -22,6 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from ..modeling_eagle3 import Eagle3Context, Eagle3Drafter
+from .vocabulary_loss import compute_dtype
 
 # A head: rows of final hidden states (M, D) to logits (M, V), soft-capping included.
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -190,7 +191,7 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         chunk_rows: int,
         wants_gradient: bool,
     ) -> tuple[torch.Tensor, ...]:
-        dtype = _compute_dtype(rows)
+        dtype = compute_dtype(rows)
         head, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         ce, acceptance, agreement = (torch.zeros_like(weights) for _ in range(3))
         row_grad = torch.zeros_like(rows) if wants_gradient else None
@@ -248,11 +249,6 @@ def _plain_head(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     if bias is not None and bias.requires_grad:
         raise ValueError("The drafter's output head has a bias that is trained; freeze it.")
     return weight, bias
-
-
-def _compute_dtype(rows: torch.Tensor) -> torch.dtype:
-    kind = rows.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 
 
 def _check_shapes(

@@ -151,7 +151,7 @@ class _ChunkedLoss(torch.autograd.Function):
         frozen: tuple,
     ) -> tuple[torch.Tensor, ...]:
         head, teacher, labels, weights, ce_weight, tv_weight, chunk_rows = frozen
-        dtype = _compute_dtype(hidden)
+        dtype = compute_dtype(hidden)
         weight = head.weight.to(dtype)
         w2 = None if markov_w2 is None else markov_w2.to(dtype)
         wants_gradient = any(ctx.needs_input_grad[:3])
@@ -209,6 +209,7 @@ def _cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """What matrix products with `hidden` are computed in: the dtype of autocast, if it is on."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
