@@ -308,15 +308,6 @@ class DrafterModel(PreTrainedModel):
             self.push_to_hub(**hub)
 
 
-def refuse_nan(*logits: torch.Tensor) -> None:
-    # Once per context: it waits for the device, and a drafter that is broken is so from the start.
-    if any(bool(torch.isnan(part).any()) for part in logits):
-        raise ValueError(
-            "The drafter's logits contain NaN. Its weights or its dtype do not fit this target: "
-            "load it with the target's dtype, and check the checkpoint with `dspark-hf inspect`."
-        )
-
-
 def _device_of(module: nn.Module, default: torch.device) -> torch.device:
     """Where a module's weight lives; offloaded weights (meta) are fetched by their own hooks."""
     weight = getattr(module, "weight", None)
