@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..training.collecting import CollectionPlan, collect, invented_prompts, read_prompts
+from ..training.collecting import CollectionPlan, collect, read_prompts
+from ..training.inventing import invented_prompts
 from ..training.run import RunConfig, run_training
 
 
@@ -52,7 +53,7 @@ def run_data(
         sources["invented by the target"] = f"{invent} from {len(beginnings)} starters"
     conversations = chain(
         read_prompts(prompts, skip_malformed, console),
-        invented_prompts(target, tokenizer, invent, beginnings, batch_size, plan.seed),
+        invented_prompts(target, tokenizer, invent, beginnings, batch_size, plan.seed, output),
     )
     figures = collect(target, tokenizer, conversations, output, plan, batch_size, sources, total)
     table = Table("", "rows", "answer tokens", title=str(output), title_justify="left")

@@ -1,7 +1,8 @@
 """
 `dspark-hf data`: a folder of on-policy training rows, resumable, with its provenance.
 
-The folder holds `train.jsonl`, `validation.jsonl` and `provenance.json`. Which side a prompt falls
+The folder holds `train.jsonl`, `validation.jsonl` and `provenance.json`, and `invented.jsonl` where
+the target wrote the prompts too. Which side a prompt falls
 on depends on its text alone, so all of its answers stay on one side and a resumed run agrees with
 the interrupted one.
 """
@@ -9,7 +10,6 @@ the interrupted one.
 import hashlib
 import json
 import os
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .answers import SamplingOptions, converse, invent_prompts
-from .data import MalformedRow, messages_of, parse_row, read_lines, usable_rows
+from .answers import SamplingOptions, converse
+from .data import MalformedRow, drop_torn_line, messages_of, parse_row, read_lines, usable_rows
 
 FILES = ("train.jsonl", "validation.jsonl")
 PROVENANCE = "provenance.json"
@@ -74,33 +74,6 @@ def _conversation(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     if not any(message["role"] == "user" for message in messages):
         raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
     return messages
-
-
-def invented_prompts(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    starters: Sequence[str],
-    batch_size: int,
-    seed: int,
-) -> Iterator[list[dict[str, str]]]:
-    """`count` different conversations of one user message each, written by the target."""
-    chooser, seen, batch = random.Random(seed), set[str](), 0
-    while len(seen) < count:
-        # By batch, so that a resumed run invents the same prompts.
-        torch.manual_seed(seed + batch)
-        batch += 1
-        chosen = [chooser.choice(starters) for _ in range(batch_size)]
-        before = len(seen)
-        for text in invent_prompts(target, tokenizer, chosen):
-            if text not in seen and len(seen) < count:
-                seen.add(text)
-                yield [{"role": "user", "content": text}]
-        if len(seen) == before and batch > 20:
-            raise ValueError(
-                f"The target invented only {len(seen)} different prompts in {batch} batches. Give "
-                "prompts from files, or more varied starters."
-            )
 
 
 def collect(
@@ -176,16 +149,9 @@ def count(folder: Path) -> dict[str, int]:
 
 
 def _existing(path: Path) -> Iterator[dict[str, Any]]:
-    _drop_torn_line(path)
+    drop_torn_line(path)
     for where, line in read_lines(path):
         yield parse_row(line, where)
-
-
-def _drop_torn_line(path: Path) -> None:
-    """A run that was killed while it wrote leaves a line without an end; that row is made again."""
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 def _check_plan(

@@ -76,6 +76,13 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
+def drop_torn_line(path: Path) -> None:
+    """A run killed while it wrote leaves a line without an end; what it held is made again."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
 def read_lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
     """
     The lines of a JSONL file that are not empty, each with `file:line` for messages.
