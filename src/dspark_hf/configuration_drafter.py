@@ -37,7 +37,6 @@ class DrafterConfig(PreTrainedConfig):
         final_logit_softcapping: float | None = None,
         stores_input_embeddings: bool = True,
         stores_output_embeddings: bool = True,
-        unscaled_input_embeddings: bool = False,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
@@ -56,7 +55,6 @@ class DrafterConfig(PreTrainedConfig):
         self.final_logit_softcapping = final_logit_softcapping
         self.stores_input_embeddings = stores_input_embeddings
         self.stores_output_embeddings = stores_output_embeddings
-        self.unscaled_input_embeddings = unscaled_input_embeddings
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id

@@ -111,6 +111,7 @@ class DSparkConfig(DrafterConfig):
         self.confidence_head_bias = confidence_head_bias
         self.causal_layers = list(causal_layers or [])
         self.sliding_window_per_slot = sliding_window_per_slot
+        self.unscaled_input_embeddings = unscaled_input_embeddings
         super().__init__(
             backbone_config=backbone_config,
             block_size=block_size,
@@ -122,7 +123,6 @@ class DSparkConfig(DrafterConfig):
             final_logit_softcapping=final_logit_softcapping,
             stores_input_embeddings=stores_input_embeddings,
             stores_output_embeddings=stores_output_embeddings,
-            unscaled_input_embeddings=unscaled_input_embeddings,
             bos_token_id=bos_token_id,
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,

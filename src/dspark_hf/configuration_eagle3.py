@@ -38,9 +38,6 @@ class Eagle3Config(DrafterConfig):
             Whether the checkpoint carries its own embedding; otherwise the target's is bound.
         stores_output_embeddings (`bool`, *optional*, defaults to `True`):
             Whether the checkpoint carries its own output head; otherwise the target's is bound.
-        unscaled_input_embeddings (`bool`, *optional*, defaults to `False`):
-            Whether tokens are embedded with the plain rows of a bound embedding, also where the
-            target's own module scales what it looks up.
         feature_norm (`str`, *optional*):
             Norm in front of the context projection: `"joint"` over all taps side by side,
             `"per_tap"` over each of them, `None` for none.

@@ -211,10 +211,7 @@ class DrafterModel(PreTrainedModel):
     def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings `(R, T, H)` as the draft layers take them, of token ids `(R, T)`."""
         token_ids = token_ids.to(_device_of(embeddings, token_ids.device))
-        if self.config.unscaled_input_embeddings and hasattr(embeddings, "embed_scale"):
-            embedded = nn.functional.embedding(token_ids, embeddings.weight)
-        else:
-            embedded = self.backbone.embed(embeddings, token_ids, self.config.backbone_config)
+        embedded = self.backbone.embed(embeddings, token_ids, self.config.backbone_config)
         return embedded.to(self.device, self.dtype)
 
     def _base_logits(self, context: DraftContext, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ vocabulary, V_d draft vocabulary.
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from .backbones.block_mask import additive, block_mask
@@ -216,6 +217,12 @@ class DSparkDrafter(DrafterModel):
         if self.markov_head is not None and self.config.markov_head_type == "rnn":
             _, state = self.markov_head.step(anchor_ids, hidden[:, 0], None)
         return hidden[:, 1:], state
+
+    def _embed(self, embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+        if not (self.config.unscaled_input_embeddings and hasattr(embeddings, "embed_scale")):
+            return super()._embed(embeddings, token_ids)
+        rows = nn.functional.embedding(token_ids.to(embeddings.weight.device), embeddings.weight)
+        return rows.to(self.device, self.dtype)
 
     def _block_mask(
         self, layer: int, context: DraftContext, hidden: torch.Tensor

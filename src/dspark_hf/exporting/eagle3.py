@@ -9,7 +9,6 @@ from .layouts import (
     dtype_name,
     layer_keys,
     refuse,
-    scales_embeddings,
     special_tokens,
     speculators_container,
 )
@@ -39,7 +38,6 @@ def chain_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:
             "a residual that starts from the normed state": config.norm_before_residual,
             "biases": biased,
             "a logit soft-cap": config.final_logit_softcapping is not None,
-            "a target whose embedding scales what it looks up": scales_embeddings(drafter, target),
         },
         CHAIN_EAGLE3,
     )
@@ -136,7 +134,6 @@ def speculators_eagle3_config(drafter: Eagle3Drafter, target: Target) -> dict[st
             "features of another width than the draft layer": (
                 config.target_hidden_size != config.hidden_size
             ),
-            "a target whose embedding scales what it looks up": scales_embeddings(drafter, target),
             "no name of its target (pass target_name)": target.name is None,
         },
         "speculators",

@@ -139,7 +139,7 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
         "features of another width than the draft layers": (
             config.target_hidden_size != config.hidden_size
         ),
-        "a target whose embedding scales what it looks up": scales_embeddings(drafter, target),
+        "a target whose embedding scales what it looks up": _scales(drafter, target),
         "no name of its target (pass target_name)": target.name is None,
     }
     refuse(obstacles, "speculators")
@@ -288,8 +288,8 @@ def dtype_name(drafter: DrafterModel) -> str:
     return str(drafter.dtype).removeprefix("torch.")
 
 
-def scales_embeddings(drafter: DrafterModel, target: Target) -> bool:
-    """Whether the drafter takes embeddings that are scaled, which engines look up plainly."""
+def _scales(drafter: DSparkDrafter, target: Target) -> bool:
+    """Whether the drafter takes embeddings that are scaled, which speculators looks up plainly."""
     module = drafter.get_input_embeddings()
     if module is None and target.model is not None:
         module = target.model.get_input_embeddings()

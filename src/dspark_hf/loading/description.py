@@ -66,7 +66,6 @@ def describe(
         **(_block_facts(config) if isinstance(config, DSparkConfig) else {}),
         "final_logit_softcapping": config.final_logit_softcapping,
         "bound_from_target": bound,
-        "unscaled_input_embeddings": config.unscaled_input_embeddings,
         "draft_sampling": "greedy" if reading.greedy_drafts else "sample",
         "num_tensors": len(tensors),
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
@@ -105,6 +104,7 @@ def _block_facts(config: DSparkConfig) -> dict[str, Any]:
         "windows": _windows(config),
         "window_measured_from": "slot" if config.sliding_window_per_slot else "anchor",
         "causal_layers": config.causal_layers,
+        "unscaled_input_embeddings": config.unscaled_input_embeddings,
     }
 
 

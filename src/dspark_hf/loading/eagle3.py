@@ -85,7 +85,6 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     stated = reader.get("num_target_layers", "num_target_layers")
     vocabulary = vocabulary_tensors(reader)
     vocabulary["renames"] |= renames
-    reader.by_rule("unscaled_input_embeddings", "engines embed with plain rows")
     reader.ignore("eagle_config")
     block_size = reader.get("block_size", "ttt_length")
     if block_size is None:
@@ -103,7 +102,6 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
         or body["hidden_size"],
         vocab_size=body["vocab_size"],
         draft_vocab_size=draft_vocabulary(reader, body["vocab_size"]),
-        unscaled_input_embeddings=True,
         architectures=["Eagle3Drafter"],
         **common_facts(reader),
     )

@@ -140,11 +140,9 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading
         draft_vocab_size=draft_vocabulary(reader, body["vocab_size"], default=32_000),
         stores_input_embeddings="embed_tokens.weight" in reader.tensors,
         stores_output_embeddings="lm_head.weight" in reader.tensors,
-        unscaled_input_embeddings=True,
         architectures=["Eagle3Drafter"],
         dtype=reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
     )
-    reader.by_rule("unscaled_input_embeddings", "speculators embeds with plain rows")
     return Reading(config, **vocabulary_tensors(reader))
 
 
