@@ -45,7 +45,8 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
         )
     backbone = str(deepspec_eagle3_backbone(reader.raw))
     body = deepspec_body(reader, backbone)
-    cap = reader.get("final_logit_softcapping", "final_logit_softcapping")
+    is_gemma = backbone == "gemma4_text"
+    cap = reader.get("final_logit_softcapping", "final_logit_softcapping") if is_gemma else None
     config = Eagle3Config(
         backbone_config=body,
         block_size=block_size,
@@ -53,7 +54,7 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
         num_target_layers=depth,
         target_hidden_size=body["hidden_size"],
         vocab_size=vocab_size,
-        final_logit_softcapping=cap if backbone == "gemma4_text" else None,
+        final_logit_softcapping=cap,
         architectures=["Eagle3Drafter"],
         **common_facts(reader),
     )
@@ -93,7 +94,7 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     config = Eagle3Config(
         backbone_config=body,
         feature_norm=_feature_norm(reader, names),
-        norm_before_residual=bool(reader.get("norm_before_residual", "norm_before_residual")),
+        norm_before_residual=bool(reader.flag("norm_before_residual", "norm_before_residual")),
         recycles_normed_output=_recycles_normed_output(reader),
         block_size=block_size,
         target_layer_ids=_chain_taps(reader, stated or depth),
@@ -115,8 +116,8 @@ def _feature_norm(reader: ConfigReader, names: set[str]) -> str | None:
         "norm_before_fc": "input_norm.weight" in names,
     }
     for key, stored in kinds.items():
-        stated = reader.get("feature_norm", key)
-        if stated is not None and bool(stated) != stored:
+        stated = reader.flag("feature_norm", key)
+        if stated is not None and stated != stored:
             raise ValueError(
                 f"{reader.source}: config.json says {key} = {stated!r}, and the weights "
                 f"{'hold' if stored else 'lack'} the tensors of that norm. The two come from "
@@ -131,7 +132,7 @@ def _recycles_normed_output(reader: ConfigReader) -> bool:
     The engines' meaning of `norm_output`, and of SpecForge since its pull request 879. Before,
     SpecForge's key said whether the head reads normed states, which an EAGLE-3 head always does.
     """
-    stated = reader.get("recycles_normed_output", "norm_output", "eagle_config.norm_output")
+    stated = reader.flag("recycles_normed_output", "norm_output", "eagle_config.norm_output")
     if stated is not None:
         reader.warn(
             f"norm_output is {stated}: read as the engines do, that the row behind a drafted token "
