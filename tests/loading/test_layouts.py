@@ -436,6 +436,30 @@ def test_released_sizes_of_the_dflash_family():
     assert reading.renames["markov_w2.weight"] == "markov_head.markov_w2.weight"
 
 
+def test_released_sizes_of_lfm2():
+    """What Liquid AI's cards say: 327.7 million elements for LFM2.5-2.6B, 295.7 for the 1.2B."""
+    raw = {
+        **SIZES_4B,
+        "architectures": ["Lfm2DSparkDraftModel"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "head_dim": 64,
+        "num_target_layers": 30,
+        "rope_is_neox_style": False,
+        "block_size": 9,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+    }
+    section = {"mask_token_id": 64402, "target_layer_ids": [2, 9, 17, 21, 27]}
+    for vocab_size, millions in ((128_000, 327.7), (65_536, 295.7)):
+        changed = {**raw, "vocab_size": vocab_size, "dflash_config": section}
+        reading, state = on_meta(changed, "lfm2", ("confidence_head.proj.bias",))
+        assert round(total(state) / 1e6, 1) == millions
+        assert reading.config.block_size == reading.config.block_width == 9
+
+
 def test_released_sizes_of_the_speculators_layout():
     """T16: 32,000 rows in head and W2, 151,936 in embedding and W1."""
     body = {key: SIZES_8B[key] for key in SIZES_8B if key != "num_target_layers"}
