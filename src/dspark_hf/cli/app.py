@@ -38,6 +38,7 @@ class ExportLayout(StrEnum):
 
     deepspec = "deepspec"
     speculators = "speculators"
+    eagle3 = "eagle3"
     dspark = "dspark"
 
 
@@ -148,7 +149,10 @@ def export(
     drafter: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
     layout: Annotated[
-        ExportLayout, typer.Option(help="deepspec: vLLM, SGLang. speculators: vLLM. dspark: ours.")
+        ExportLayout,
+        typer.Option(
+            help="deepspec: vLLM, SGLang. speculators: vLLM. eagle3 (Eagle3): SGLang. dspark: ours."
+        ),
     ] = ExportLayout.deepspec,
     target_name: Annotated[
         str | None, typer.Option(help="Where engines find the target: Hub id or folder.")

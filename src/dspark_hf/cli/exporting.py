@@ -6,9 +6,10 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from ..auto import drafter_class
 from ..exporting.cards import serve_commands
 from ..exporting.export import export_drafter
-from ..modeling_dspark import DSparkDrafter
+from ..loading.files import read_config
 from .models import SMOLLM2, smollm2_source
 
 
@@ -23,7 +24,7 @@ def run_export(
     **options: Any,
 ) -> None:
     """Write the files, upload them if asked to, and print the commands that serve them."""
-    model = DSparkDrafter.from_pretrained(drafter, dtype="auto")
+    model = drafter_class(read_config(drafter)).from_pretrained(drafter, dtype="auto")
     target, name = None, target_name or copy_from
     if copy_from is not None:
         source = smollm2_source() if copy_from == SMOLLM2 else copy_from

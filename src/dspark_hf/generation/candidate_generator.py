@@ -105,6 +105,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._stop_ids = stop_ids
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
+        windows = [layer.window for layer in self.context.cache.layers]
+        if all(windows) and (prompt_mask is None or bool(prompt_mask.all())):
+            # Of the prompt, no block sees more.
+            self.taps.keep = max(windows)
         self._is_text: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -132,6 +136,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.taps.clear()
             return
         features = self.taps.take()
+        # Only of a prompt: what a round adds is never longer than it has to be.
+        self.taps.keep = None
+        self.context.skip(self.taps.num_dropped)
         features = features if rows is None else features[rows]
         self._captured = features if last is None else features[:, -last:]
 

@@ -52,6 +52,10 @@ class TargetTaps:
 
     Attributes:
         is_compiled (`bool`): whether forwards are compiled, which the hooks then stay out of.
+        keep (`int`, *optional*):
+            So many positions from the end are all that will be asked for; all by default. What a
+            long prompt has before them is not held.
+        num_dropped (`int`): positions that were before those of the last `take`.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
@@ -59,13 +63,16 @@ class TargetTaps:
         self._modules = [layers[max(layer, 0)] for layer in layer_ids]
         self._layer_ids = list(layer_ids)
         self._states: list[list[torch.Tensor]] = [[] for _ in layer_ids]
+        self._lengths = [0 for _ in layer_ids]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._thread = threading.get_ident()
         self.is_compiled = False
+        self.keep: int | None = None
+        self.num_dropped = 0
 
     def __enter__(self) -> "TargetTaps":
-        for states, layer, module in zip(self._states, self._layer_ids, self._modules, strict=True):
-            hook = self._input_hook(states) if layer < 0 else self._output_hook(states)
+        for tap, (layer, module) in enumerate(zip(self._layer_ids, self._modules, strict=True)):
+            hook = self._input_hook(tap) if layer < 0 else self._output_hook(tap)
             hook = torch.compiler.disable(hook) if self.is_compiled else hook
             if layer < 0:
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -88,11 +95,12 @@ class TargetTaps:
         """Forget what was read."""
         for states in self._states:
             states.clear()
+        self._lengths = [0 for _ in self._layer_ids]
 
     def take(self) -> torch.Tensor:
         """
         Hand over what was read since the last call: `(R, T, n·H)` in tap order, T positions of all
-        forwards.
+        forwards, or the last `keep` of them.
         """
         if not all(self._states):
             raise ValueError(
@@ -103,30 +111,42 @@ class TargetTaps:
         taps = [
             states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states
         ]
+        lengths = self._lengths
         self.clear()
-        lengths = [tap.shape[1] for tap in taps]
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The tapped layers {self._layer_ids} returned {lengths} positions. The target "
                 "shortens the sequence inside its layers, so their outputs cannot serve as context "
                 "features."
             )
-        device = taps[-1].device
-        return torch.cat([tap.to(device) for tap in taps], dim=-1)
+        device, kept = taps[-1].device, min(lengths[0], self.keep or lengths[0])
+        self.num_dropped = lengths[0] - kept
+        return torch.cat([tap[:, -kept:].to(device) for tap in taps], dim=-1)
 
-    def _output_hook(self, states: list[torch.Tensor]) -> Callable:
+    def _output_hook(self, tap: int) -> Callable:
         def hook(module, args, output):
-            if threading.get_ident() == self._thread:
-                states.append(_one_stream(output[0] if isinstance(output, tuple) else output))
+            self._read(tap, output[0] if isinstance(output, tuple) else output)
 
         return hook
 
-    def _input_hook(self, states: list[torch.Tensor]) -> Callable:
+    def _input_hook(self, tap: int) -> Callable:
         def hook(module, args, kwargs):
-            if threading.get_ident() == self._thread:
-                states.append(_one_stream(args[0] if args else kwargs["hidden_states"]))
+            self._read(tap, args[0] if args else kwargs["hidden_states"])
 
         return hook
+
+    def _read(self, tap: int, state: torch.Tensor) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        states, keep = self._states[tap], self.keep
+        self._lengths[tap] += state.shape[1]
+        if keep is None or state.shape[1] <= keep:
+            states.append(_one_stream(state))
+        else:
+            # A copy: a part of it would hold the whole output.
+            states.append(_one_stream(state[:, -keep:]).clone())
+        while keep is not None and sum(later.shape[1] for later in states[1:]) >= keep:
+            states.pop(0)
 
 
 def _one_stream(hidden_states: torch.Tensor) -> torch.Tensor:
