@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi, save_torch_state_dict
 from transformers import PreTrainedModel
 
+from ..generation.checks import check_pairing
 from ..loading.saving import save_atomically
 from ..modeling_dspark import DSparkDrafter
 from .cards import build_card, read_result
@@ -65,7 +66,7 @@ def export_drafter(
         The folder.
 
     Raises:
-        `ValueError`: unknown layout, or a drafter that the layout cannot express.
+        `ValueError`: unknown layout, another target, or a drafter that the layout cannot express.
         `OSError`: writing or uploading failed.
     """
     if layout not in (*LAYOUTS, OWN):
@@ -77,6 +78,8 @@ def export_drafter(
         raise ValueError(
             f"{type(drafter).__name__} is not a block drafter; only DSparkDrafter is exported."
         )
+    if target is not None:
+        check_pairing(target, drafter)
     facts = result if isinstance(result, dict) or result is None else read_result(result)
     lender = _target(target, target_name)
     folder = Path(directory)

@@ -27,7 +27,7 @@ from .. import __version__
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
-from .collecting import FILES
+from .collecting import FILES, PROVENANCE
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .objective import ObjectiveWeights
@@ -304,6 +304,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
+        "training": _card_facts(config, arguments, train, trainer.state.global_step),
         "processes": arguments.world_size,
         "examples": len(train),
         "answer_tokens": sum(sum(example.loss_mask) for example in train.examples),
@@ -317,6 +318,38 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
         path = Path(config.output) / RESULT
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def _card_facts(
+    config: RunConfig, arguments: TrainingArguments, train: DraftDataset, steps: int
+) -> dict[str, Any]:
+    """What a model card says about the training, by the words that stand in it."""
+    facts: dict[str, Any] = {
+        "target": _public_name(config.target),
+        "precision of the target": config.dtype,
+        "method": config.family,
+        "started from": _public_name(config.init_from) if config.init_from else "random weights",
+        "examples": len(train),
+        "answer tokens": sum(sum(example.loss_mask) for example in train.examples),
+        "steps": steps,
+        "examples per step": arguments.train_batch_size
+        * arguments.gradient_accumulation_steps
+        * arguments.world_size,
+        "learning rate": arguments.learning_rate,
+    }
+    provenance = Path(config.data) / PROVENANCE
+    if provenance.is_file():
+        made = json.loads(provenance.read_text(encoding="utf-8"))
+        facts["answers"] = "the target's own"
+        facts["temperatures of the answers"] = ", ".join(map(str, made["temperatures"]))
+        said = {None: "not said to the template", True: "on", False: "off"}
+        facts["thinking"] = said[made["thinking"]]
+    return facts
+
+
+def _public_name(source: str) -> str:
+    """A Hub id, or the last part of a path: where a folder lies says nothing to others."""
+    return Path(source).resolve().name if Path(source).is_dir() else source
 
 
 def _check_against_target(
