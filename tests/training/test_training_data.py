@@ -63,6 +63,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert spans(one, tokenizer) == ["hello" + END]
 
 
+def test_a_conversation_that_the_template_refuses_is_named():
+    refusing = "{{ raise_exception('no system role') }}"
+    row = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(MalformedRow, match=r"f:1: the chat template refuses it \(no system role"):
+        make_example(row, "f:1", make_tokenizer(refusing), 50)
+
+
 def test_template_options_are_passed_on():
     tokenizer = make_tokenizer(THINKING)
     with pytest.raises(MalformedRow):

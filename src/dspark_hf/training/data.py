@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -201,8 +202,9 @@ def make_example(
     assistant turn is what rendering adds behind the prompt that generation would start from.
 
     Raises:
-        [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; or a template without
-            marks that renders a conversation differently once more turns follow.
+        [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; a conversation that the
+            template refuses; or a template without marks that renders a conversation differently
+            once more turns follow.
     """
     if "input_ids" in row:
         ids, spans = _prepared(row, where, len(tokenizer))
@@ -210,7 +212,11 @@ def make_example(
         ids = tokenizer(row["text"])["input_ids"]
         spans = [(0, len(ids))]
     else:
-        ids, spans = _rendered(messages_of(row, where), where, tokenizer, template_options)
+        messages = messages_of(row, where)
+        try:
+            ids, spans = _rendered(messages, where, tokenizer, template_options)
+        except TemplateError as error:
+            raise MalformedRow(f"{where}: the chat template refuses it ({error}).") from error
     mask = [False] * len(ids)
     for start, end in spans:
         mask[start:end] = [True] * (end - start)
