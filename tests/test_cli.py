@@ -284,6 +284,10 @@ def test_export_copies_the_matrices_of_a_target(pair, tmp_path):
     run("export", str(tmp_path / "bare"), str(tmp_path / "out"), "--copy-from", pair["target"])
     facts = json.loads(run("inspect", str(tmp_path / "out"), "--json"))
     assert facts["bound_from_target"] == []
+    make_target(vocab_size=60).save_pretrained(tmp_path / "other")
+    options = ("--copy-from", str(tmp_path / "other"))
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "bare"), str(tmp_path), *options])
+    assert "trained for another target" in str(result.exception)
 
 
 def test_probe_prints_its_evidence(pair, tmp_path):

@@ -8,7 +8,7 @@ import copy
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class DrafterModel(PreTrainedModel):
         *,
         input_embeddings: nn.Module | None = None,
         output_embeddings: nn.Module | None = None,
-    ) -> "DrafterModel":
+    ) -> Self:
         """
         Share the embedding and the head of a target, given as a model or as modules.
 
@@ -271,7 +271,7 @@ class DrafterModel(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Self:
         """
         Load a drafter from a Hub id or a folder, in this library's layout or a published one.
 

@@ -162,7 +162,8 @@ def export(
         typer.Option(help="Target to copy embedding and head from; else engines lend theirs."),
     ] = None,
     result: Annotated[
-        Path | None, typer.Option(help="JSON of `evaluate` or `bench`, for the card.")
+        list[Path] | None,
+        typer.Option(help="JSON of `evaluate`, `bench` or `train`, for the card; repeatable."),
     ] = None,
     license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
     push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
@@ -178,7 +179,7 @@ def export(
         layout.value,
         target_name=target_name,
         copy_from=copy_from,
-        result=result,
+        results=result or [],
         license=license,
         push=push,
         private=private,

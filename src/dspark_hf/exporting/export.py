@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi, save_torch_state_dict
 from transformers import PreTrainedModel
 
+from ..generation.checks import check_pairing
 from ..loading.saving import save_atomically
 from ..modeling_drafter import DrafterModel
 from ..modeling_eagle3 import Eagle3Drafter
@@ -75,7 +76,7 @@ def export_drafter(
         The folder.
 
     Raises:
-        `ValueError`: unknown layout, or a drafter that the layout cannot express.
+        `ValueError`: unknown layout, another target, or a drafter that the layout cannot express.
         `OSError`: writing or uploading failed.
     """
     if layout not in (*LAYOUTS, OWN):
@@ -93,6 +94,8 @@ def export_drafter(
             f"The {CHAIN_EAGLE3} layout is for Eagle3 drafters; a {type(drafter).__name__} can be "
             f"written as {DEEPSPEC!r}, {SPECULATORS!r} or {OWN!r}."
         )
+    if target is not None:
+        check_pairing(target, drafter)
     facts = result if isinstance(result, dict) or result is None else read_result(result)
     lender = _target(target, target_name)
     folder = Path(directory)

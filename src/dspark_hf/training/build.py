@@ -108,7 +108,7 @@ def _target_facts(
     unknown = sorted(set(layer_fields) - set(Qwen3Config().to_dict()))
     if unknown:
         raise ValueError(
-            f"Neither build_drafter nor the config of the draft layers knows {', '.join(unknown)}."
+            f"Neither the builder nor the config of the draft layers knows {', '.join(unknown)}."
         )
     heads = text.num_attention_heads
     fields = {

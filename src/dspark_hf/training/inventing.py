@@ -5,7 +5,6 @@ They cost about as much as short answers, so a data folder keeps them in `invent
 per batch, and a resumed run reads them there.
 """
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .answers import invent_prompts
-from .data import drop_torn_line, parse_row, read_lines
+from .data import append_line, drop_torn_line, parse_row, read_lines
 
 INVENTED = "invented.jsonl"
 
@@ -64,8 +63,7 @@ def invented_prompts(
         else:
             torch.manual_seed(seed + batch)
             texts = list(invent_prompts(target, tokenizer, chosen))
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"starters": chosen, "prompts": texts}) + "\n")
+            append_line(path, {"starters": chosen, "prompts": texts})
         batch += 1
         before = len(seen)
         for text in texts:

@@ -37,14 +37,15 @@ class DSparkTrainer(Trainer):
     reports, `accelerate launch`, its optimisers (also the 8-bit ones of bitsandbytes).
 
     Args:
-        drafter ([`DSparkDrafter`]):
+        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]):
             Trained in place. Without an embedding and a head of its own it uses the target's,
             which stay as they are.
         target (`PreTrainedModel`): the model to draft for.
         args (`TrainingArguments`): of the host.
         train_dataset, eval_dataset ([`DraftDataset`]): examples.
-        weights ([`ObjectiveWeights`], *optional*): of the loss terms.
-        num_anchors (`int`, *optional*, defaults to 512): most anchors per example and step.
+        weights ([`ObjectiveWeights`], *optional*): of the loss terms; Eagle3 has one, unweighted.
+        num_anchors (`int`, *optional*, defaults to 512):
+            Most anchors per example and step; Eagle3 learns at every position.
         feature_caches (`tuple`, *optional*):
             [`FeatureCache`] of the training and of the evaluation examples; by default the target
             runs on every batch.
@@ -59,7 +60,7 @@ class DSparkTrainer(Trainer):
 
     def __init__(
         self,
-        drafter: DSparkDrafter,
+        drafter: DSparkDrafter | Eagle3Drafter,
         target: PreTrainedModel,
         args: TrainingArguments,
         train_dataset: Dataset,
