@@ -11,19 +11,22 @@ from dspark_hf import DSparkDrafter
 from dspark_hf.generation.statistics import RoundRecord
 from dspark_hf.scheduling.acceptance import AcceptanceRecords
 from dspark_hf.scheduling.calibration import (
-    TEMPERATURE_GRID,
     Calibration,
-    assess,
     collect_acceptance,
     confidence_fingerprint,
-    fit_temperatures,
-    mean_ece,
-    survival_predictions,
 )
 from dspark_hf.scheduling.reliability import (
     brier_score,
     expected_calibration_error,
     ranking_quality,
+)
+from dspark_hf.scheduling.temperature_scaling import (
+    TEMPERATURE_GRID,
+    assess,
+    fit_temperatures,
+    fit_with_offsets,
+    mean_ece,
+    survival_predictions,
 )
 from tiny import make_drafter, make_prompt, make_scripted, make_target
 

@@ -86,7 +86,7 @@ def test_what_cannot_work_ends_before_a_model_runs(pair, tmp_path, monkeypatch):
     run("profile", *target, "-o", tmp_path / "p.json", "--cpu-time", "--threads", 2, code=2)
     result = run("calibrate", *both, "--prompts", pair / "prompts.jsonl", "--num-prompts", 3,
                  "-o", tmp_path / "c.json", code=1)  # fmt: skip
-    assert "No prompts are left" in str(result.exception)
+    assert "are left to judge the temperatures on" in str(result.exception)
     ThroughputProfile((1,), (1.0,)).save(tmp_path / "target.json")
     result = run("recommend", "--profile", tmp_path / "target.json",
                  "--records", tmp_path / "none.safetensors", code=1)  # fmt: skip

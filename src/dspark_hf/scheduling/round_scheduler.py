@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .load import CONCURRENT, process_load
 from .policy import VerificationPolicy
-from .prefix_scheduler import PADDED
+from .prefix_scheduler import PADDED, calibrated_logits
 from .profiling import automatic_profile, profile_facts
 from .settings import AUTO, FULL, SCHEDULED, SchedulingSettings
 from .skipping import DraftSkipper
@@ -55,8 +55,10 @@ class RoundScheduler:
             )
         settings, profile = _effective(settings, target, drafter)
         self._policy = VerificationPolicy(settings, drafter.config.block_size, profile, layout)
-        self._temperatures = (
-            None if settings.temperatures is None else torch.tensor(settings.temperatures)
+        # On the device of the confidences, so that no round waits for a copy.
+        self._temperatures, self._offsets = (
+            None if values is None else torch.tensor(values, device=drafter.device)
+            for values in (settings.temperatures, settings.offsets)
         )
         self._skipper = DraftSkipper(profile) if profile and settings.skips_drafts else None
         self._load = settings.load
@@ -83,11 +85,8 @@ class RoundScheduler:
         return self._skipper is None or self._skipper.should_draft()
 
     def calibrated(self, confidence_logits: torch.Tensor) -> torch.Tensor:
-        """Confidence logits `(R, γ)` divided by the STS temperatures (section 4)."""
-        if self._temperatures is None:
-            return confidence_logits
-        self._temperatures = self._temperatures.to(confidence_logits)
-        return confidence_logits / self._temperatures
+        """Confidence logits `(R, γ)` with the call's temperatures and offsets."""
+        return calibrated_logits(confidence_logits, self._temperatures, self._offsets)
 
     def verify_lengths(
         self,
