@@ -176,22 +176,19 @@ def _calibration_table(
         f"{100 * mean_ece(before):.1f} % → {100 * mean_ece(after):.1f} %",
         title_justify="left",
     )
-    shown = ("temperature",) if calibration.offsets is None else ("temperature", "offset")
-    pairs = ("ECE %", "after", "Brier", "after", "AUC", "after")
-    for heading in ("token", "rounds", "survival", *shown, *pairs):
+    has_offsets = calibration.offsets is not None
+    headings = ("token", "rounds", "survival", "T", *(["offset"] if has_offsets else []))
+    for heading in (*headings, "ECE %", "Brier", "AUC"):
         table.add_column(heading, justify="right")
-    for raw, fitted in zip(before, after, strict=True):
+    for k, (raw, fitted) in enumerate(zip(before, after, strict=True)):
         table.add_row(
-            str(raw.position + 1),
+            str(k + 1),
             str(raw.count),
             f"{raw.survival:.2f}",
-            f"{calibration.temperatures[raw.position]:.2f}",
-            *([] if calibration.offsets is None else [f"{calibration.offsets[raw.position]:+.2f}"]),
-            f"{100 * raw.ece:.1f}",
-            f"{100 * fitted.ece:.1f}",
-            f"{raw.brier:.3f}",
-            f"{fitted.brier:.3f}",
-            f"{raw.auc:.3f}",
-            f"{fitted.auc:.3f}",
+            f"{calibration.temperatures[k]:.2f}",
+            *([] if calibration.offsets is None else [f"{calibration.offsets[k]:+.2f}"]),
+            f"{100 * raw.ece:.1f} → {100 * fitted.ece:.1f}",
+            f"{raw.brier:.3f} → {fitted.brier:.3f}",
+            f"{raw.auc:.3f} → {fitted.auc:.3f}",
         )
     return table

@@ -130,23 +130,36 @@ def plot_thresholds(outcomes: list[PolicyOutcome], path: Path) -> None:
 
 
 def plot_loads(outcomes: dict[int, list[PolicyOutcome]], path: Path) -> None:
-    """Verified tokens and speed-up by load (figure 8 of the paper)."""
+    """Verified tokens and speed-up by load (figure 8 of the paper), of `compare_policies`."""
+    names = (
+        "everything verified",
+        "best fixed ℓ",
+        "best threshold",
+        "scheduled, early stop",
+        "scheduled, lagged",
+    )
+    plot_verified(
+        list(outcomes),
+        {
+            name: [(rules[i].mean_verified, rules[i].speedup) for rules in outcomes.values()]
+            for i, name in enumerate(names)
+        },
+        path,
+    )
+
+
+def plot_verified(
+    loads: list[int], by_rule: dict[str, list[tuple[float, float]]], path: Path
+) -> None:
+    """Verified tokens, and speed over plain decoding, of up to five rules at each of `loads`."""
     plt = plotting()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    loads = list(outcomes)
-    for number, (name, colour, line) in enumerate(
-        (
-            ("everything verified", GREY, "-"),
-            ("best fixed ℓ", GREEN, "-"),
-            ("best threshold", PURPLE, "-"),
-            ("scheduled, early stop", BLUE, "-"),
-            ("scheduled, lagged", ORANGE, "--"),
-        )
-    ):
-        rows = [outcomes[load][number] for load in loads]
+    styles = ((GREY, "-"), (GREEN, "-"), (PURPLE, "-"), (BLUE, "-"), (ORANGE, "--"))
+    for (name, cells), (colour, line) in zip(by_rule.items(), styles, strict=False):
+        verified, speed = zip(*cells, strict=True)
         style = {"color": colour, "label": name, "linewidth": 1.6, "linestyle": line}
-        left.plot(loads, [one.mean_verified for one in rows], **style)
-        right.plot(loads, [one.speedup for one in rows], **style)
+        left.plot(loads, verified, **style)
+        right.plot(loads, speed, **style)
     left.set(ylabel="draft tokens verified per row", ylim=(0, None))
     right.axhline(1, color="black", linewidth=0.8, linestyle=":")
     right.set(ylabel="tokens per second, over plain decoding")
