@@ -128,12 +128,12 @@ class VerificationPolicy:
             self._history.append(survival)
         gains = admission_gains(searched, self.layout)
         curve = self._curve(profile, num_held, load).to(gains.device)
-        return search(throughput(gains, curve, len(survival) + load))
+        return search(throughput(gains, curve, len(survival) + float(load)))
 
     def _curve(self, profile: ThroughputProfile, num_rows: int, load: int) -> torch.Tensor:
         """SPS of steps with 0…N units."""
         if (num_rows, load) not in self._curves:
             own = step_tokens(num_rows, self.block_size, self.layout)
-            rates = profile.rounds_per_second((own + load).numpy())
+            rates = profile.rounds_per_second(own.double().numpy() + float(load))
             self._curves[num_rows, load] = torch.from_numpy(rates)
         return self._curves[num_rows, load]
