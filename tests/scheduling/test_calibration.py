@@ -24,6 +24,7 @@ from dspark_hf.scheduling.reliability import (
 from dspark_hf.scheduling.temperature_scaling import (
     TEMPERATURE_GRID,
     assess,
+    chance_ece,
     fit_temperatures,
     fit_with_offsets,
     mean_ece,
@@ -63,10 +64,10 @@ def test_a_constant_error_needs_an_offset():
     Beyond the paper: a logit that is too large by a constant keeps its error under any temperature;
     temperature and offset together are recovered.
     """
-    known, shifts = torch.tensor([2.0, 1.0, 0.5]), torch.tensor([1.5, 0.0, -0.8])
+    known, shifts = torch.tensor([2.0, 0.5]), torch.tensor([1.5, -0.8])
 
     def shifted(seed):
-        records = synthetic(known.tolist(), 6_000, seed)
+        records = synthetic(known.tolist(), 10_000, seed)
         return replace(records, confidence_logits=records.confidence_logits + known * shifts)
 
     records, held_out = shifted(0), shifted(1)
@@ -75,12 +76,20 @@ def test_a_constant_error_needs_an_offset():
     torch.testing.assert_close(offsets, -shifts.double(), atol=0.15, rtol=0)
     # What the fit promises on its own rounds: right on average at every position.
     predicted = survival_predictions(records.confidence_logits, temperatures, offsets)
-    survived = torch.stack([records.survived(k) for k in range(3)], dim=1).double()
+    survived = torch.stack([records.survived(k) for k in range(2)], dim=1).double()
     torch.testing.assert_close(predicted.mean(dim=0), survived.mean(dim=0), atol=1e-5, rtol=0)
     before, after = assess(held_out), assess(held_out, temperatures, offsets)
     assert mean_ece(assess(held_out, fit_temperatures(records))) > 0.03
     assert mean_ece(after) < 0.02
     assert after[0].auc == pytest.approx(before[0].auc, abs=1e-12)
+
+
+def test_what_chance_alone_would_show():
+    """Falls with the root of the rounds, and is what confidences show that are right."""
+    few, many = synthetic([1.0, 1.0], 500), synthetic([1.0, 1.0], 8000)
+    assert chance_ece(few) == chance_ece(few)
+    assert chance_ece(few) / chance_ece(many) == pytest.approx(4, rel=0.15)
+    assert mean_ece(assess(many)) == pytest.approx(chance_ece(many), rel=0.35)
 
 
 def test_no_data_is_the_identity():

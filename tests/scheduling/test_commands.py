@@ -58,6 +58,7 @@ def test_measure_calibrate_recommend(pair, tmp_path):
                  "--sweep-plot", tmp_path / "sweep.svg").output  # fmt: skip
     calibration = Calibration.load(tmp_path / "calibration.json")
     assert "mean ECE" in output
+    assert f"would show {100 * calibration.facts['ece_of_perfect_confidences']:.1f} %" in output
     assert calibration.num_rounds > 0
     assert calibration.facts["temperature"] == 1.0
     saved = DSparkDrafter.from_pretrained(tmp_path / "calibrated").generation_config

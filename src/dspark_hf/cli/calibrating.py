@@ -16,6 +16,7 @@ from ..scheduling.settings import THRESHOLD, SchedulingSettings
 from ..scheduling.temperature_scaling import (
     PositionReport,
     assess,
+    chance_ece,
     fit_temperatures,
     fit_with_offsets,
     mean_ece,
@@ -70,6 +71,7 @@ def run_calibrate(
     fit, held = _collect(console, pair, (fitted_on, held_out), batch_size, options, facts)
     temperatures, offsets = fit_with_offsets(fit) if with_offsets else (fit_temperatures(fit), None)
     before, after = assess(held), assess(held, temperatures, offsets)
+    chance = chance_ece(held, temperatures, offsets)
     calibration = Calibration(
         temperatures=tuple(temperatures.tolist()),
         block_size=fit.block_size,
@@ -78,10 +80,10 @@ def run_calibrate(
         ece_before=mean_ece(before),
         ece_after=mean_ece(after),
         offsets=None if offsets is None else tuple(offsets.tolist()),
-        facts=facts,
+        facts={**facts, "ece_of_perfect_confidences": chance},
     )
     calibration.save(output)
-    console.print(_calibration_table(calibration, before, after))
+    console.print(_calibration_table(calibration, before, after, chance))
     console.print(f"written: {output}")
     if records_path is not None:
         held.save(records_path)
@@ -168,7 +170,10 @@ def sweep_thresholds(records: AcceptanceRecords, calibration: Calibration) -> li
 
 
 def _calibration_table(
-    calibration: Calibration, before: list[PositionReport], after: list[PositionReport]
+    calibration: Calibration,
+    before: list[PositionReport],
+    after: list[PositionReport],
+    chance: float,
 ) -> Table:
     method = "STS" if calibration.offsets is None else "STS with offsets"
     table = Table(
@@ -176,6 +181,7 @@ def _calibration_table(
         f"{100 * mean_ece(before):.1f} % → {100 * mean_ece(after):.1f} %",
         title_justify="left",
     )
+    table.caption = f"perfect confidences would show {100 * chance:.1f} % on so many rounds"
     has_offsets = calibration.offsets is not None
     headings = ("token", "rounds", "survival", "T", *(["offset"] if has_offsets else []))
     for heading in (*headings, "ECE %", "Brier", "AUC"):

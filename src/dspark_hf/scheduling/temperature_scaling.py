@@ -7,7 +7,8 @@ change the order of the confidences at a position, and cutting by them is as los
 they are constants. So are offsets, which are added behind them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import mean
 
 import torch
 
@@ -159,3 +160,24 @@ def mean_ece(reports: list[PositionReport]) -> float:
     total = sum(report.count for report in reports)
     weighted = sum(report.ece * report.count for report in reports if report.count)
     return weighted / total if total else float("nan")
+
+
+def chance_ece(
+    records: AcceptanceRecords,
+    temperatures: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    num_draws: int = 20,
+) -> float:
+    """
+    The mean ECE that perfect confidences would show on so many rounds, which tells an error from
+    chance: the outcomes are drawn from the predictions themselves. The same in every call.
+    """
+    logits = calibrated_logits(records.confidence_logits.double(), temperatures, offsets)
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for _ in range(num_draws):
+        draws = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
+        accepted = (draws < logits.sigmoid()).long().cumprod(dim=1).sum(dim=1)
+        drawn = replace(records, num_accepted=accepted.minimum(records.num_verified))
+        errors.append(mean_ece(assess(drawn, temperatures, offsets)))
+    return mean(errors)
