@@ -1,16 +1,26 @@
 """
-Every rule of verification on the same prompts, in turn, and what each verifies under load.
+Every rule of verification on the same batches, in turn: speed, and what is verified under load.
 
-    python benchmarks/load_aware.py --target T --drafter D --profile profile.json --prompts p.jsonl
+    dspark-hf profile --target T --drafter D --threads 1 --cpu-time --max-tokens 96 -o profile.json
+    dspark-hf calibrate --target T --drafter D --prompts p.jsonl --temperature 0 --batch-size 8 \\
+        --offsets -o calibration.json --records rounds.safetensors --save-into D-calibrated
+    python benchmarks/load_aware.py --target T --drafter D-calibrated --profile profile.json \\
+        --records rounds.safetensors --prompts p.jsonl --output load-aware --cpu-time
 
-Times are taken without load. Under load the real loop decides how much to verify, and the profile
-says what such steps cost, because no other work is really running. The temperatures are the
-drafter's own (`dspark-hf calibrate --save-into`).
+Decoding is greedy, so that all rules write the same text and only their time differs. The best
+fixed length and the best threshold are found by replaying the recorded rounds. Time is kept without
+load. Under load the real loop decides how much to verify, and the profile says what such steps
+cost, because no other work is really running.
+
+The parts take turns, one batch each, until the minutes are used up. Every batch is written to the
+output folder when all rules have answered it; the same command goes on from there.
 """
 
 import argparse
+import json
+import math
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,125 +29,234 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark_hf import RoundRecord, ThroughputProfile, collect_statistics
-from dspark_hf.cli.models import Pair, load_pair, read_prompts
+from dspark_hf.cli.models import Pair, load_pair, machine_facts, read_prompts
+from dspark_hf.cli.plots import plot_verified, plotting
+from dspark_hf.evaluation.provenance import drafter_facts, fingerprint
+from dspark_hf.scheduling.acceptance import AcceptanceRecords
+from dspark_hf.scheduling.recommendation import compare_policies
 
-OPTIONS = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+LOADS = "loads"
+PLAIN, FULL, FIXED, THRESHOLD, EARLY_STOP, LAGGED = (
+    "plain",
+    "full",
+    "best fixed",
+    "best threshold",
+    "early stop",
+    "lagged",
+)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--records", type=Path, required=True, help="of `calibrate --records`")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--num-prompts", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=1, help="prompts per call")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--fixed", type=int, default=3, help="the fixed length to compare with")
-    parser.add_argument("--threshold", type=float, default=0.3)
-    parser.add_argument("--loads", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--output", type=Path, required=True, help="folder, continued if it exists")
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8], help="batch sizes")
+    parser.add_argument("--loads", type=int, nargs="*", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cpu-time", action="store_true", help="for one thread of a shared CPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.loads and 1 not in args.rows:
+        parser.error("--loads are looked at with one row; add 1 to --rows, or give no --loads")
+    return args
 
 
-def rules(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def rules(
+    pair: Pair, profile: ThroughputProfile, records: AcceptanceRecords, rows: int
+) -> dict[str, dict[str, Any]]:
+    """Keywords of `generate` by rule; the calibration is the drafter's own."""
+    config = pair.drafter.generation_config
+    _, fixed, threshold, *_ = compare_policies(
+        records,
+        profile,
+        config.dspark_sts_temperatures,
+        config.dspark_confidence_offsets,
+        rows=rows,
+    )
     scheduled = {
         "dspark_verification": "scheduled",
-        "dspark_throughput_profile": str(args.profile),
+        "dspark_throughput_profile": profile.as_dict(),
     }
-    return {
-        "full": {"dspark_verification": "full"},
-        f"fixed ℓ = {args.fixed}": {
-            "dspark_verification": "full",
-            "num_assistant_tokens": args.fixed,
-        },
-        f"threshold {args.threshold:g}": {"dspark_confidence_threshold": args.threshold},
-        "early stop": scheduled,
-        "lagged": scheduled | {"dspark_scheduler": "lagged"},
-        "early stop, skipping": scheduled | {"dspark_draft_skipping": True},
+    drafting = {
+        FULL: {"dspark_verification": "full"},
+        FIXED: {"dspark_verification": "full", **fixed.options},
+        THRESHOLD: threshold.options,
+        EARLY_STOP: scheduled,
+        LAGGED: scheduled | {"dspark_scheduler": "lagged"},
+    }
+    return {PLAIN: {}} | {
+        name: {"assistant_model": pair.drafter, **rule} for name, rule in drafting.items()
     }
 
 
-def batches(pair: Pair, args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    texts = read_prompts(args.prompts, args.num_prompts)
-    if args.rows == 1:
-        return [pair.encode(text) for text in texts]
-    pair.tokenizer.padding_side = "left"
-    template = pair.tokenizer.apply_chat_template
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    parts = (chats[i : i + args.rows] for i in range(0, len(chats), args.rows))
-    encoded = [
-        template(
-            part, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
-        for part in parts
-    ]
-    return [{name: e[name] for name in ("input_ids", "attention_mask")} for e in encoded]
-
-
-def timed(pair: Pair, inputs: dict, clock: Any, **options: Any) -> tuple[float, int, list]:
-    """Seconds, new tokens and rounds of one call."""
+def run(pair: Pair, inputs: dict, clock: Callable[[], float], options: dict) -> dict[str, Any]:
+    """One call: seconds, new tokens of all rows, and its rounds."""
     rounds: list[RoundRecord] = []
     started = clock()
-    with collect_statistics(on_round=rounds.append) as statistics:
-        output = pair.target.generate(**inputs, **OPTIONS, **options)
+    with collect_statistics(on_round=rounds.append):
+        output = pair.target.generate(**inputs, do_sample=False, **options)
     seconds = clock() - started
-    length = inputs["input_ids"].shape[1]
-    return seconds, statistics.new_tokens or output[:, length:].numel(), rounds
+    new = output[:, inputs["input_ids"].shape[1] :]
+    is_end = torch.isin(new, torch.tensor(stop_ids(pair))).long()
+    # A row is over with its first stop token; what follows is padding.
+    tokens = int((is_end.cumsum(dim=1) - is_end == 0).sum())
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "rounds": [[r.num_drafted, r.num_verified, len(r.tokens)] for r in rounds],
+    }
 
 
-def modelled(profile: ThroughputProfile, rounds: list[RoundRecord], load: int) -> float:
-    """Tokens per second of everything in the steps of one row, over plain decoding."""
-    seconds = progress = 0.0
-    for record in rounds:
-        seconds += float(profile.step_seconds(load + 1 + record.num_verified))
-        seconds += profile.draft_seconds * bool(record.num_drafted)
-        progress += len(record.tokens) + load
-    return progress / seconds * float(profile.step_seconds(load + 1)) / (load + 1)
+def stop_ids(pair: Pair) -> list[int]:
+    ids = pair.target.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def measure(
+    pair: Pair, args: argparse.Namespace, all_rules: dict[int, dict[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """All batches there are, those of earlier calls included, and those there is time for."""
+    path = args.output / "batches.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    done = [json.loads(line) for line in lines]
+    spent = sum(batch["wall_seconds"] for batch in done)
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    texts = read_prompts(args.prompts)
+    parts: list[int | str] = [*args.rows, LOADS] if args.loads else [*args.rows]
+    warm_up = pair.encode_batch(texts[:1])
+    for options in all_rules[1].values():
+        run(pair, warm_up, clock, options | {"max_new_tokens": 4})
+    while spent < 60 * args.minutes or len(done) < len(parts):
+        number = len(done)
+        part, turn = parts[number % len(parts)], number // len(parts)
+        rows = 1 if part == LOADS else int(part)
+        inputs = pair.encode_batch([texts[(turn * rows + i) % len(texts)] for i in range(rows)])
+        calls = {name: options for name, options in all_rules[rows].items() if part != LOADS}
+        if part == LOADS:
+            calls = {
+                f"{name} {load}": all_rules[1][name] | {"dspark_load": load}
+                for load in args.loads
+                for name in (EARLY_STOP, LAGGED)
+            }
+        names = list(calls)
+        names = names[turn % len(names) :] + names[: turn % len(names)]
+        started = time.perf_counter()
+        found = {
+            name: run(pair, inputs, clock, calls[name] | {"max_new_tokens": args.max_new_tokens})
+            for name in names
+        }
+        elapsed = time.perf_counter() - started
+        done.append({"part": part, "wall_seconds": elapsed, "calls": found})
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(done[-1]) + "\n")
+        spent += elapsed
+    return done
+
+
+def speed_table(done: list[dict[str, Any]], rows: int) -> Table:
+    """Speed, τ and verified tokens of every rule, batch by batch against plain and full."""
+    batches = [batch["calls"] for batch in done if batch["part"] == rows]
+    table = Table(title=f"{rows} row(s), {len(batches)} batches", title_justify="left")
+    for heading in ("rule", "tok/s", "x plain", "x full", "worst", "best", "τ", "verified"):
+        table.add_column(heading, justify="left" if heading == "rule" else "right")
+    for name in batches[0]:
+        pace = [calls[name]["tokens"] / calls[name]["seconds"] for calls in batches]
+        ratios = {
+            base: [
+                mine * calls[base]["seconds"] / calls[base]["tokens"]
+                for mine, calls in zip(pace, batches, strict=True)
+            ]
+            for base in (PLAIN, FULL)
+        }
+        rounds = [r for calls in batches for r in calls[name]["rounds"]]
+        table.add_row(
+            name,
+            f"{geometric_mean(pace):.1f}",
+            f"{geometric_mean(ratios[PLAIN]):.3f}",
+            f"{geometric_mean(ratios[FULL]):.3f}",
+            f"{min(ratios[FULL]):.3f}",
+            f"{max(ratios[FULL]):.3f}",
+            *(f"{sum(r[i] for r in rounds) / len(rounds):.2f}" if rounds else "–" for i in (2, 1)),
+        )
+    return table
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def under_load(
+    done: list[dict[str, Any]], profile: ThroughputProfile, loads: list[int]
+) -> dict[str, list[tuple[float, float]]]:
+    """By rule and load: mean verified tokens, and modelled speed of all work over plain steps."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for load in (0, *loads):
+        for name in (FULL, FIXED, THRESHOLD, EARLY_STOP, LAGGED):
+            # Only the schedulers look at the load; the others' rounds are the same under any.
+            looks = load and name in (EARLY_STOP, LAGGED)
+            part, key = (LOADS, f"{name} {load}") if looks else (1, name)
+            rounds = [r for b in done if b["part"] == part for r in b["calls"][key]["rounds"]]
+            seconds = sum(
+                float(profile.step_seconds(load + 1 + verified))
+                + profile.draft_seconds * (drafted > 0)
+                for drafted, verified, _ in rounds
+            )
+            progress = sum(committed + load for *_, committed in rounds)
+            plain = (1 + load) / float(profile.step_seconds(1 + load))
+            verified = sum(verified for _, verified, _ in rounds) / len(rounds)
+            found.setdefault(name, []).append((verified, progress / seconds / plain))
+    return found
+
+
+def check_settings(args: argparse.Namespace, pair: Pair) -> None:
+    """One folder holds results of one setting."""
+    settings = {
+        "target": fingerprint(pair.target),
+        "drafter": drafter_facts("drafter", pair.drafter)["id"],
+        "machine": machine_facts(pair),
+        "profile": json.loads(args.profile.read_text(encoding="utf-8")),
+        "prompts": args.prompts.name,
+        **{name: getattr(args, name) for name in ("rows", "loads", "max_new_tokens", "cpu_time")},
+    }
+    path = args.output / "settings.json"
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != settings:
+        raise SystemExit(f"{args.output} holds results of other settings. Use another --output.")
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     args = arguments()
+    plotting()
+    profile, records = ThroughputProfile.load(args.profile), AcceptanceRecords.load(args.records)
+    if (records.facts or {}).get("do_sample"):
+        raise SystemExit(
+            "These rounds were sampled. Record greedy ones: calibrate --temperature 0."
+        )
     pair = load_pair(args.target, args.drafter, args.dtype, args.threads)
-    profile = ThroughputProfile.load(args.profile)
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    modes: dict[str, dict[str, Any]] = {"plain": {}}
-    modes |= {name: {"assistant_model": pair.drafter, **rule} for name, rule in rules(args).items()}
-    spent, made = defaultdict(float), defaultdict(int)
-    kept: dict[tuple[str, int], list[RoundRecord]] = defaultdict(list)
-    for number, inputs in enumerate(batches(pair, args)):
-        names = list(modes)
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            torch.manual_seed(number)
-            for load in (0, *(args.loads if name != "plain" and args.rows == 1 else ())):
-                options = modes[name] | ({"dspark_load": load} if load else {})
-                options["max_new_tokens"] = args.max_new_tokens
-                seconds, tokens, rounds = timed(pair, inputs, clock, **options)
-                kept[name, load] += rounds
-                if load == 0:
-                    spent[name] += seconds
-                    made[name] += tokens
-    table = Table(title=f"{args.rows} row(s), {args.num_prompts} prompts, {pair.target.dtype}")
-    for heading in ("rule", "x plain", "τ", "verified"):
-        table.add_column(heading)
-    loads = [] if args.rows > 1 else args.loads
-    for load in loads:
-        table.add_column(f"load {load}: verified, x plain")
-    for name in modes:
-        rounds = kept[name, 0]
-        row = [name, f"{made[name] / spent[name] * spent['plain'] / made['plain']:.2f}"]
-        if rounds:
-            row.append(f"{sum(len(r.tokens) for r in rounds) / len(rounds):.2f}")
-            row.append(f"{sum(r.num_verified for r in rounds) / len(rounds):.2f}")
-            for load in loads:
-                under = kept[name, load]
-                verified = sum(r.num_verified for r in under) / len(under)
-                row.append(f"{verified:.2f}, {modelled(profile, under, load):.2f}")
-        table.add_row(*row)
-    Console().print(table)
+    args.output.mkdir(parents=True, exist_ok=True)
+    check_settings(args, pair)
+    all_rules = {rows: rules(pair, profile, records, rows) for rows in {1, *args.rows}}
+    done = measure(pair, args, all_rules)
+    console = Console()
+    for rows in args.rows:
+        console.print(speed_table(done, rows))
+    if args.loads:
+        loads = [0, *args.loads]
+        by_rule = under_load(done, profile, args.loads)
+        table = Table(title="1 row under load: verified tokens, x plain", title_justify="left")
+        for heading in ("rule", *map(str, loads)):
+            table.add_column(heading)
+        for name, cells in by_rule.items():
+            table.add_row(name, *(f"{verified:.2f}, {speed:.3f}" for verified, speed in cells))
+        console.print(table)
+        plot_verified(loads, by_rule, args.output / "loads.png")
+        console.print(f"written: {args.output / 'loads.png'}")
 
 
 if __name__ == "__main__":

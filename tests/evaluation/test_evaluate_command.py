@@ -261,7 +261,7 @@ def test_wilson_intervals():
 
 
 def test_fingerprints_tell_weights_apart():
-    """Equal weights are equal; one changed value in any tensor's head is not."""
+    """Equal weights are equal; one changed value is not, nor another precision."""
     model = make_drafter()
     before = provenance.fingerprint(model)
     assert before == provenance.fingerprint(make_drafter())

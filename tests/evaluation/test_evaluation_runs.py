@@ -7,7 +7,7 @@ import pytest
 import torch
 from scripted_drafters import GAMMA, NEW_TOKENS, SETS, greedy_texts, make_pair, make_right_for
 
-from dspark_hf.evaluation import running
+from dspark_hf.evaluation import provenance, running
 from dspark_hf.evaluation.prompts import PromptSet
 from dspark_hf.evaluation.running import EvaluationSettings, evaluate
 from tiny import make_drafter, make_eagle3
@@ -190,6 +190,7 @@ def test_whole_blocks_are_verified_unless_a_threshold_is_asked_for(pair, tmp_pat
     """The drafter's own policy is overruled, in both directions."""
     drafter = make_right_for(GAMMA, pair[2])
     drafter.generation_config.dspark_confidence_threshold = 1.0
+    drafter.generation_config.dspark_max_verify_tokens = 1
     figures = run(pair, tmp_path / "full", {"d": drafter}, sets=ONE)["results"][0]["pooled"]
     assert figures["accepted_length"] == 5.0
     settings = EvaluationSettings((0.0,), NEW_TOKENS, confidence_threshold=1.0)
@@ -211,6 +212,13 @@ def test_more_training_makes_another_drafter(pair, tmp_path):
         change()
         ids.append(run(pair, tmp_path, {"d": drafter}, settings, ONE)["drafters"][0]["id"])
     assert len(set(ids)) == 3
+    # What an evaluation overrules, and what only says where a model comes from.
+    drafter.generation_config.dspark_confidence_threshold = 0.5
+    drafter.config.backbone_config._name_or_path = drafter.config._name_or_path = "elsewhere"
+    drafter.config.backbone_config.id2label = {0: "label"}
+    assert provenance.drafter_facts("d", drafter)["id"] == ids[-1]
+    drafter.config.backbone_config.rms_norm_eps *= 2
+    assert provenance.drafter_facts("d", drafter)["id"] != ids[-1]
     assert [row["drafter"] for row in lines(tmp_path)] == ["plain", *ids]
 
 

@@ -1,6 +1,7 @@
 """STS on synthetic logits with known temperatures; reliability against a library; files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,19 +12,23 @@ from dspark_hf import DSparkDrafter
 from dspark_hf.generation.statistics import RoundRecord
 from dspark_hf.scheduling.acceptance import AcceptanceRecords
 from dspark_hf.scheduling.calibration import (
-    TEMPERATURE_GRID,
     Calibration,
-    assess,
     collect_acceptance,
     confidence_fingerprint,
-    fit_temperatures,
-    mean_ece,
-    survival_predictions,
 )
 from dspark_hf.scheduling.reliability import (
     brier_score,
     expected_calibration_error,
     ranking_quality,
+)
+from dspark_hf.scheduling.temperature_scaling import (
+    TEMPERATURE_GRID,
+    assess,
+    chance_ece,
+    fit_temperatures,
+    fit_with_offsets,
+    mean_ece,
+    survival_predictions,
 )
 from tiny import make_drafter, make_prompt, make_scripted, make_target
 
@@ -54,6 +59,39 @@ def test_known_temperatures_are_recovered():
     assert after[0].auc == pytest.approx(before[0].auc, abs=1e-12)
 
 
+def test_a_constant_error_needs_an_offset():
+    """
+    Beyond the paper: a logit that is too large by a constant keeps its error under any temperature;
+    temperature and offset together are recovered.
+    """
+    known, shifts = torch.tensor([2.0, 0.5]), torch.tensor([1.5, -0.8])
+
+    def shifted(seed):
+        records = synthetic(known.tolist(), 10_000, seed)
+        return replace(records, confidence_logits=records.confidence_logits + known * shifts)
+
+    records, held_out = shifted(0), shifted(1)
+    temperatures, offsets = fit_with_offsets(records)
+    assert (temperatures / known).log2().abs().max() <= 3 / 16 + 1e-9
+    torch.testing.assert_close(offsets, -shifts.double(), atol=0.15, rtol=0)
+    # What the fit promises on its own rounds: right on average at every position.
+    predicted = survival_predictions(records.confidence_logits, temperatures, offsets)
+    survived = torch.stack([records.survived(k) for k in range(2)], dim=1).double()
+    torch.testing.assert_close(predicted.mean(dim=0), survived.mean(dim=0), atol=1e-5, rtol=0)
+    before, after = assess(held_out), assess(held_out, temperatures, offsets)
+    assert mean_ece(assess(held_out, fit_temperatures(records))) > 0.03
+    assert mean_ece(after) < 0.02
+    assert after[0].auc == pytest.approx(before[0].auc, abs=1e-12)
+
+
+def test_what_chance_alone_would_show():
+    """Falls with the root of the rounds, and is what confidences show that are right."""
+    few, many = synthetic([1.0, 1.0], 500), synthetic([1.0, 1.0], 8000)
+    assert chance_ece(few) == chance_ece(few)
+    assert chance_ece(few) / chance_ece(many) == pytest.approx(4, rel=0.15)
+    assert mean_ece(assess(many)) == pytest.approx(chance_ece(many), rel=0.35)
+
+
 def test_no_data_is_the_identity():
     """B122, B125: positions that nothing judged keep 1, and their figures are NaN."""
     records = synthetic([2.0, 2.0, 2.0], 2000)
@@ -63,6 +101,7 @@ def test_no_data_is_the_identity():
     fitted = fit_temperatures(short)
     assert fitted[0] > 1.5
     assert fitted[1:].tolist() == [1.0, 1.0]
+    assert [values[1:].tolist() for values in fit_with_offsets(short)] == [[1.0, 1.0], [0.0, 0.0]]
     report = assess(short)[2]
     assert report.count == 0
     assert all(np.isnan(value) for value in (report.ece, report.brier, report.auc, report.survival))
@@ -150,6 +189,15 @@ def test_rounds_become_records_and_files(tmp_path):
     make_drafter().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected confidence_logits"):
         AcceptanceRecords.load(tmp_path / "model.safetensors")
+    for changes, message in (
+        ({"num_accepted": torch.tensor([1, 2])}, "round 2 accepts 2 of 1 verified"),
+        ({"num_verified": torch.tensor([3, 1])}, "verified tokens of 2"),
+        ({"num_accepted": torch.tensor([1.0, 0.0])}, "num_accepted is torch.float32"),
+        ({"confidence_logits": torch.full((2, 2), torch.nan)}, "finite"),
+    ):
+        replace(records, **changes).save(tmp_path / "wrong.safetensors")
+        with pytest.raises(ValueError, match=rf"wrong\.safetensors holds no.*{message}"):
+            AcceptanceRecords.load(tmp_path / "wrong.safetensors")
 
 
 def test_collected_logits_are_the_heads_own():
@@ -158,6 +206,7 @@ def test_collected_logits_are_the_heads_own():
     expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
     drafter = make_scripted(make_drafter(), expected, 2)
     drafter.generation_config.dspark_sts_temperatures = [3.0, 3.0, 3.0, 3.0]
+    drafter.generation_config.dspark_confidence_offsets = [-9.0, -9.0, -9.0, -9.0]
     drafter.generation_config.dspark_confidence_threshold = 0.999999
     draft, said = drafter.draft, []
 
@@ -188,7 +237,7 @@ def calibration_of(drafter, **changes):
 def test_temperatures_travel_with_the_drafter(tmp_path):
     """Fitted, applied, saved, loaded in another precision."""
     drafter = make_drafter()
-    calibration = calibration_of(drafter)
+    calibration = calibration_of(drafter, offsets=(0.5, 0.0, -1.0, 0.0))
     calibration.save(tmp_path / "calibration.json")
     loaded = Calibration.load(tmp_path / "calibration.json")
     assert loaded == calibration
@@ -196,6 +245,10 @@ def test_temperatures_travel_with_the_drafter(tmp_path):
     drafter.save_pretrained(tmp_path / "drafter")
     again = DSparkDrafter.from_pretrained(tmp_path / "drafter", dtype=torch.bfloat16)
     assert again.generation_config.dspark_sts_temperatures == [1.0, 2.0, 0.5, 1.0]
+    assert again.generation_config.dspark_confidence_offsets == [0.5, 0.0, -1.0, 0.0]
+    # The paper's temperatures alone take the offsets of an earlier fit away.
+    calibration_of(drafter).apply_to(again)
+    assert again.generation_config.dspark_confidence_offsets is None
     loaded.apply_to(again)
 
 
@@ -218,6 +271,9 @@ def test_foreign_and_malformed_calibrations_are_refused(tmp_path):
         json.dumps(good | {"temperatures": [1.0, 2.0]}),
         json.dumps(good | {"temperatures": [1.0, -2.0, 1.0, 1.0]}),
         json.dumps(good | {"temperatures": "warm"}),
+        json.dumps(good | {"temperatures": None}),
+        json.dumps(good | {"offsets": [1.0]}),
+        json.dumps(good | {"colour": "blue"}),
     )
     for text in broken:
         path.write_text(text)

@@ -1,6 +1,7 @@
 """`dspark-hf profile`, `calibrate` and `recommend` on a tiny pair: files, tables, pictures."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from test_stopping import character_tokenizer
@@ -51,21 +52,32 @@ def test_measure_calibrate_recommend(pair, tmp_path):
 
     output = run("calibrate", *models, "--prompts", pair / "prompts.jsonl", "--num-prompts", 2,
                  "--num-held-out", 1, "--max-new-tokens", 24, "--dtype", "float32",
+                 "--batch-size", 2, "--offsets",
                  "-o", tmp_path / "calibration.json", "--records", records_path,
                  "--save-into", tmp_path / "calibrated", "--plot", tmp_path / "reliability.png",
                  "--sweep-plot", tmp_path / "sweep.svg").output  # fmt: skip
     calibration = Calibration.load(tmp_path / "calibration.json")
     assert "mean ECE" in output
+    assert f"would show {100 * calibration.facts['ece_of_perfect_confidences']:.1f} %" in output
     assert calibration.num_rounds > 0
     assert calibration.facts["temperature"] == 1.0
     saved = DSparkDrafter.from_pretrained(tmp_path / "calibrated").generation_config
     assert saved.dspark_sts_temperatures == list(calibration.temperatures)
+    assert saved.dspark_confidence_offsets == list(calibration.offsets)
     assert AcceptanceRecords.load(records_path).block_size == 4
 
     output = run("recommend", "--profile", profile_path, "--records", records_path,
                  "--calibration", tmp_path / "calibration.json", "--rows", 2, "--load", 3,
                  "--plot", tmp_path / "loads.png",
                  "--json", tmp_path / "advice.json").output  # fmt: skip
+    Calibration.save(replace(calibration, drafter="another"), tmp_path / "foreign.json")
+    result = run("recommend", "--profile", profile_path, "--records", records_path,
+                 "--calibration", tmp_path / "foreign.json", code=1)  # fmt: skip
+    assert "with confidence head another" in str(result.exception)
+    replace(profile, target="another").save(tmp_path / "foreign.json")
+    result = run("recommend", "--profile", tmp_path / "foreign.json",
+                 "--records", records_path, code=1)  # fmt: skip
+    assert "measured for another target" in str(result.exception)
     advice = json.loads((tmp_path / "advice.json").read_text())
     assert (advice["rows"], advice["load"]) == (2, 3)
     assert len(advice["speedups"]) >= 4
@@ -84,9 +96,13 @@ def test_what_cannot_work_ends_before_a_model_runs(pair, tmp_path, monkeypatch):
     both = [*target, "--drafter", pair / "drafter"]
     run("profile", *target, "-o", "no/such/folder/p.json", code=2)
     run("profile", *target, "-o", tmp_path / "p.json", "--cpu-time", "--threads", 2, code=2)
+    run("profile", *target, "-o", tmp_path, code=2)
+    run("profile", *target, "-o", tmp_path / "p.json", "--plot", tmp_path / "p.jason", code=2)
+    run("calibrate", *both, "--prompts", pair / "prompts.jsonl", "-o", tmp_path / "c.json",
+        "--save-into", pair / "prompts.jsonl", code=2)  # fmt: skip
     result = run("calibrate", *both, "--prompts", pair / "prompts.jsonl", "--num-prompts", 3,
                  "-o", tmp_path / "c.json", code=1)  # fmt: skip
-    assert "No prompts are left" in str(result.exception)
+    assert "are left to judge the temperatures on" in str(result.exception)
     ThroughputProfile((1,), (1.0,)).save(tmp_path / "target.json")
     result = run("recommend", "--profile", tmp_path / "target.json",
                  "--records", tmp_path / "none.safetensors", code=1)  # fmt: skip

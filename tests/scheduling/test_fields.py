@@ -4,11 +4,16 @@ import threading
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
+from batches import make_prompts, pad_left, script_rows
 from dspark_hf import DSparkDrafter, collect_statistics
+from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.rows import Rows
+from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.scheduling import round_scheduler
 from dspark_hf.scheduling.load import ConcurrentLoad, process_load
+from dspark_hf.scheduling.settings import SchedulingSettings
 from dspark_hf.scheduling.skipping import DraftSkipper
 from dspark_hf.scheduling.throughput_profile import ThroughputProfile
 from tiny import make_drafter, make_prompt, make_scripted, make_target
@@ -95,6 +100,24 @@ def test_temperatures_reach_every_policy():
     )
 
 
+def test_offsets_reach_every_policy_and_belong_to_their_temperatures():
+    """Added behind the temperature; a call's own temperatures leave the drafter's offsets out."""
+    drafter = with_confidence(2.0)
+    low = {"dspark_confidence_offsets": [0.0, -3.0, 0.0, 0.0]}
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.7, **low)) == {1}
+    assert set(lengths_of(drafter, **SCHEDULED, **low)) == {1}
+    drafter.generation_config.update(**low, dspark_sts_temperatures=[2.0] * 4)
+    records = []
+    for options in ({}, {"dspark_sts_temperatures": [0.5] * 4}):
+        with collect_statistics(on_round=records.append):
+            make_target("qwen3").generate(
+                PROMPT, max_new_tokens=3, do_sample=False, assistant_model=drafter, **options
+            )
+    expected = ([1.0, -2.0, 1.0, 1.0], [4.0] * 4)
+    for record, logits in zip([r for r in records if r.num_drafted], expected, strict=True):
+        assert record.confidences == pytest.approx(torch.tensor(logits).sigmoid().tolist())
+
+
 def test_a_lagged_schedule_runs_in_the_loop():
     """The first two rounds have no predecessor."""
     assert set(lengths_of(with_confidence(0.0), dspark_scheduler="lagged", **SCHEDULED)) == {1}
@@ -106,6 +129,51 @@ def test_the_ceiling_in_the_loop(ceiling):
     for options in ({}, SCHEDULED, {"dspark_confidence_threshold": 0.5}):
         found = lengths_of(with_confidence(9.0), dspark_max_verify_tokens=ceiling, **options)
         assert set(found) == {ceiling - 1}
+
+
+def test_finished_rows_that_cannot_leave_count_in_the_step():
+    """A static cache holds its rows to the end: ceiling and cost are those of all of them."""
+    target, drafter, widest = make_target("qwen3"), with_confidence(9.0), []
+    prompts = make_prompts([6, 6])
+    texts = [target.generate(prompt, max_new_tokens=30, do_sample=False)[0] for prompt in prompts]
+    # The first row stops early, at a token that the second does not say.
+    stop = next(int(t) for t in texts[0][8:] if t not in texts[1])
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: widest.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    cliff = {"tokens": [1, 4, 5, 512], "steps_per_second": [10.0, 10.0, 1.0, 0.5]}
+    for options in (
+        {"dspark_max_verify_tokens": 4},
+        SCHEDULED | {"dspark_throughput_profile": cliff},
+    ):
+        widest.clear()
+        target.generate(
+            **pad_left(prompts),
+            max_new_tokens=30,
+            do_sample=False,
+            eos_token_id=stop,
+            cache_implementation="static",
+            assistant_model=script_rows(drafter, texts, [4, 4]),
+            **options,
+        )
+        assert set(widest[1:-2]) == {4}
+
+
+def test_a_compiled_width_stays_below_the_ceiling():
+    """Widths are rounded up to what is compiled, and then down where the ceiling says so."""
+    target, drafter, input_ids = make_target("qwen3"), with_confidence(9.0), make_prompt(6)
+    for ceiling, width in ((None, 3), (3, 1), (4, 3), (1, 0)):
+        settings = DraftSettings(3, scheduling=SchedulingSettings(max_verify_tokens=ceiling))
+        with DSparkCandidateGenerator(
+            target, drafter, settings, LogitsProcessorList(), False, batch_size=1
+        ) as generator:
+            generator.widths = (0, 1, 3)
+            target(input_ids[:, :-1])
+            generator.capture()
+            generator.commit()
+            proposal = generator.propose(Rows(input_ids, 0), [2 if ceiling is None else 4])
+        assert proposal.tokens.shape[1] == width
+        assert max(proposal.lengths) == min(width, 2 if ceiling is None else 4)
 
 
 def test_a_missing_head_or_profile_verifies_everything_with_one_warning(caplog):
@@ -143,8 +211,12 @@ REFUSED = [
     ({"dspark_sts_temperatures": [1.0] * 3}, "list of 4 temperatures.*found 3"),
     ({"dspark_sts_temperatures": 1.0}, "list of 4 temperatures"),
     ({"dspark_sts_temperatures": [1.0, 0.0, 1.0, 1.0]}, "positive"),
-    ({"dspark_sts_temperatures": [1.0, "warm", 1.0, 1.0]}, "positive"),
-    ({"dspark_sts_temperatures": [1.0, float("inf"), 1.0, 1.0]}, "positive"),
+    ({"dspark_sts_temperatures": [1.0, "warm", 1.0, 1.0]}, "finite"),
+    ({"dspark_sts_temperatures": [1.0, float("inf"), 1.0, 1.0]}, "finite"),
+    ({"dspark_confidence_offsets": [0.0] * 3}, "list of 4 offsets.*found 3"),
+    ({"dspark_confidence_offsets": [0.0, 0.0, 0.0, float("nan")]}, "finite"),
+    ({"dspark_scheduler": ""}, "'early_stop' or 'lagged'"),
+    ({"dspark_draft_sampling": 0}, "'sample' or 'greedy'"),
     ({"dspark_draft_skipping": "yes"}, "True, False or None"),
     ({"dspark_throughput_profile": 5}, "path, a dict"),
     (SCHEDULED | {"dspark_throughput_profile": "no/such/file.json"}, "cannot be read"),
@@ -164,8 +236,6 @@ def test_bad_values_are_refused_before_compute(options, message):
 
 def test_a_ceiling_below_the_rows_cannot_be_kept():
     """Each row verifies at least its last committed token."""
-    from dspark_hf.scheduling.settings import SchedulingSettings
-
     with pytest.raises(ValueError, match="dspark_max_verify_tokens=3 cannot be kept with 4 rows"):
         round_scheduler.RoundScheduler(
             SchedulingSettings(max_verify_tokens=3), make_target("qwen3"), make_drafter(), 4
@@ -267,6 +337,19 @@ def test_other_work_counts_in_the_cost_of_a_draft():
     """What others would have committed while we draft is lost, too."""
     assert all(rounds_drafted(lambda i: 2, 100))
     assert not all(rounds_drafted(lambda i: 2, 100, load=100))
+
+
+def test_finished_rows_make_plain_steps_dear():
+    """Plain decoding would hold them as well, so a draft has less to beat."""
+    profile = ThroughputProfile((1, 2, 512), (10.0, 1.0, 0.1), draft_seconds=0.5)
+    for held, pays in ((1, False), (2, True)):
+        skipper = DraftSkipper(profile)
+        drafted = []
+        for _ in range(40):
+            drafted.append(skipper.should_draft())
+            if drafted[-1]:
+                skipper.record(2, 1, 2, num_held=held)
+        assert all(drafted) == pays
 
 
 @pytest.mark.parametrize("num_right", [0, 4])

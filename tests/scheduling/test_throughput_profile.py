@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ def curve(*seconds, tokens=None, **fields):
         ([1, 2], [3.0, -1.0], "positive"),
         ([1, 2], [3.0, float("nan")], "positive"),
         ([1, 2], [3.0, "fast"], "positive"),
+        ([1, 2], [3.0, 1e-320], "positive"),
+        ([1, 2], [10**400, 3.0], "positive"),
         ("1, 2", [3.0, 2.0], "must be a list"),
     ],
 )
@@ -82,6 +85,19 @@ def test_json_there_and_back(tmp_path):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match=r"other\.json is not a throughput profile"):
             ThroughputProfile.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("fields", [{"rows": 0}, {"context_length": "256"}, {"target": 5}])
+def test_malformed_facts_are_refused(fields):
+    """What stands beside the curve is checked as well."""
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} of a throughput profile must be"):
+        ThroughputProfile((1,), (1.0,), **fields)
+
+
+def test_a_drafter_of_another_target_is_not_measured():
+    """Its cost beside this target would mean nothing."""
+    with pytest.raises(ValueError, match="6"):
+        measure_throughput(make_target("qwen3"), make_drafter(num_target_layers=6))
 
 
 @pytest.mark.parametrize("name", ["target", "device", "dtype", "attention", "drafter"])
@@ -182,7 +198,18 @@ def test_auto_measures_once_and_keeps_it(monkeypatch, tmp_path, caplog):
 
     monkeypatch.setattr(profiling, "measure_throughput", counting)
     target, drafter = make_target("qwen3"), make_drafter()
-    profile = automatic_profile(target, drafter)
+    # Calls that start at once measure once, and not each other.
+    found: list[ThroughputProfile] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(automatic_profile(target, drafter)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    profile = found[0]
+    assert found == [profile] * 3
     assert profile.draft_seconds > 0
     assert automatic_profile(target, drafter) is profile
     profiling._measured.clear()

@@ -15,10 +15,15 @@ from .options import (
     DtypeOption,
     Json,
     NewTokens,
+    NumPrompts,
+    OwnPrompts,
+    PromptFiles,
     Target,
+    Temperature,
     Threads,
     Threshold,
-    writable,
+    drawable,
+    write_json,
 )
 from .scheduling import commands as scheduling_commands
 
@@ -66,7 +71,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="User message, or raw text with --raw.")],
     max_new_tokens: NewTokens = 256,
     dtype: DtypeOption = Dtype.auto,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     num_draft_tokens: Annotated[
         int | None, typer.Option(min=0, help="Most tokens verified.")
     ] = None,
@@ -119,8 +124,8 @@ def inspect(
 def probe(
     target: Target,
     drafter: Drafter,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
+    prompts: OwnPrompts = None,
+    num_prompts: NumPrompts = 2,
     max_new_tokens: NewTokens = 96,
     num_anchors: Annotated[int, typer.Option(min=2, help="Anchors to draft behind.")] = 64,
     dtype: DtypeOption = Dtype.auto,
@@ -141,7 +146,7 @@ def probe(
         dtype=dtype.value,
         threads=threads,
     )
-    _write_json(json_path, result)
+    write_json(console, json_path, result)
 
 
 @app.command()
@@ -190,8 +195,8 @@ def export(
 def check(
     target: Target,
     drafter: Drafter,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL with `turns` or `prompt`.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 4,
+    prompts: OwnPrompts = None,
+    num_prompts: NumPrompts = 4,
     max_new_tokens: NewTokens = 64,
     dtype: Annotated[Dtype, typer.Option(help="Low precision to check.")] = Dtype.bfloat16,
     draws: Annotated[int, typer.Option(min=0, help="Sampled continuations; 0 skips.")] = 200,
@@ -212,7 +217,7 @@ def check(
         draws=draws,
         threads=threads,
     )
-    _write_json(json_path, result)
+    write_json(console, json_path, result)
     raise typer.Exit(0 if result["lossless"] else 1)
 
 
@@ -220,11 +225,11 @@ def check(
 def bench(
     target: Target,
     drafter: Drafter,
-    prompts: Annotated[list[Path], typer.Option(help="JSONL files, one per set; repeatable.")],
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per set.")] = 5,
+    prompts: PromptFiles,
+    num_prompts: NumPrompts = 5,
     max_new_tokens: NewTokens = 128,
     dtype: DtypeOption = Dtype.bfloat16,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     threshold: Threshold = None,
     threads: Threads = 1,
     json_path: Json = None,
@@ -245,7 +250,7 @@ def bench(
         threads=threads,
     )
     console.print(bench_table(result))
-    _write_json(json_path, result)
+    write_json(console, json_path, result)
 
 
 @app.command()
@@ -301,7 +306,7 @@ def evaluate(
 @app.command()
 def sweep(
     results: Annotated[list[Path], typer.Argument(help="results.json files of evaluations.")],
-    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=writable)],
+    output: Annotated[Path, typer.Option(help="PNG, PDF or SVG file.", callback=drawable)],
     by: Annotated[SweepAxis, typer.Option(help="What the drafters differ in.")] = SweepAxis.layers,
     temperature: Annotated[float, typer.Option(min=0, help="Which results to show.")] = 1.0,
 ) -> None:
@@ -396,9 +401,3 @@ def train(
     from .training import run_train
 
     run_train(console, config, yes, threads)
-
-
-def _write_json(path: Path | None, result: dict) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        console.print(f"written: {path}")

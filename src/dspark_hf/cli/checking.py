@@ -10,16 +10,12 @@ from rich.progress import track
 
 from ..generation.statistics import collect_statistics
 from ..losslessness import first_divergence, greedy_gaps, pair_probabilities, sampling_distance
+from ..scheduling.settings import everything_verified
 from .models import DEFAULT_PROMPTS, Pair, load_pair, machine_facts, read_prompts
 
 _TOP_K = 4
-# Whatever the drafter's own policy is: a check that verifies nothing shows nothing.
-_EVERYTHING = {
-    "dspark_verification": "full",
-    "dspark_confidence_threshold": 0.0,
-    "dspark_max_verify_tokens": None,
-    "dspark_draft_skipping": False,
-}
+# A check that verifies nothing shows nothing.
+_EVERYTHING = everything_verified()
 
 
 def run_check(

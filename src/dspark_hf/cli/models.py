@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..evaluation.prompts import encode_prompt, read_prompts
@@ -54,6 +55,16 @@ class Pair:
     def encode(self, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:
         """Model inputs for one prompt; see `encode_prompt`."""
         return encode_prompt(self.tokenizer, prompt, self.target.device, raw)
+
+    def encode_batch(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Model inputs for several prompts, padded on the left."""
+        rows = [self.encode(prompt)["input_ids"][0] for prompt in prompts]
+        pad = self.tokenizer.pad_token_id or 0
+        ids, mask = (
+            pad_sequence(parts, batch_first=True, padding_value=value, padding_side="left")
+            for parts, value in ((rows, pad), ([torch.ones_like(row) for row in rows], 0))
+        )
+        return {"input_ids": ids, "attention_mask": mask}
 
 
 def load_pair(target: str, drafter: str, dtype: str, threads: int, settle: bool = True) -> Pair:

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 
 from ..scheduling.acceptance import AcceptanceRecords
-from ..scheduling.calibration import assess, survival_predictions
+from ..scheduling.calibration import Calibration
 from ..scheduling.recommendation import PolicyOutcome
 from ..scheduling.reliability import bin_totals
 from ..scheduling.settings import FULL, LAGGED, THRESHOLD
+from ..scheduling.temperature_scaling import assess, survival_predictions
 from ..scheduling.throughput_profile import ThroughputProfile
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def plot_profile(profile: ThroughputProfile, path: Path) -> None:
     _save(plt, figure, path)
 
 
-def plot_reliability(records: AcceptanceRecords, temperatures: torch.Tensor, path: Path) -> None:
-    """Observed against predicted survival, before and after STS (figure 6 of the paper)."""
+def plot_reliability(records: AcceptanceRecords, calibration: Calibration, path: Path) -> None:
+    """Observed against predicted survival, raw and calibrated (figure 6 of the paper)."""
     plt = plotting()
     # Positions that hardly any round survives have nothing to show.
     told = [r.position for r in assess(records) if r.count * r.survival >= _MIN_SURVIVORS]
@@ -75,15 +76,20 @@ def plot_reliability(records: AcceptanceRecords, temperatures: torch.Tensor, pat
     figure, panels = plt.subplots(
         1, len(positions), figsize=(3.1 * len(positions), 3.3), layout="constrained", squeeze=False
     )
+    fitted = [torch.tensor(calibration.temperatures)]
+    method = "after STS"
+    if calibration.offsets is not None:
+        fitted, method = [*fitted, torch.tensor(calibration.offsets)], "after STS with offsets"
     for axes, k in zip(panels[0], positions, strict=True):
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
         survived = records.survived(k)[records.judged(k)]
         for scale, colour, marker, name in (
-            (None, ORANGE, "o", "raw"),
-            (temperatures, BLUE, "s", "after STS"),
+            ((), ORANGE, "o", "raw"),
+            (fitted, BLUE, "s", method),
         ):
-            report = assess(records, scale)[k]
-            predicted = survival_predictions(records.confidence_logits, scale)[records.judged(k), k]
+            report = assess(records, *scale)[k]
+            survival = survival_predictions(records.confidence_logits, *scale)
+            predicted = survival[records.judged(k), k]
             count, total, observed = bin_totals(predicted, survived, _PLOT_BINS).unbind(-1)
             # A bin of a few rounds is noise and would draw the eye.
             shown = count >= _MIN_COUNT
@@ -124,23 +130,36 @@ def plot_thresholds(outcomes: list[PolicyOutcome], path: Path) -> None:
 
 
 def plot_loads(outcomes: dict[int, list[PolicyOutcome]], path: Path) -> None:
-    """Verified tokens and speed-up by load (figure 8 of the paper)."""
+    """Verified tokens and speed-up by load (figure 8 of the paper), of `compare_policies`."""
+    names = (
+        "everything verified",
+        "best fixed ℓ",
+        "best threshold",
+        "scheduled, early stop",
+        "scheduled, lagged",
+    )
+    plot_verified(
+        list(outcomes),
+        {
+            name: [(rules[i].mean_verified, rules[i].speedup) for rules in outcomes.values()]
+            for i, name in enumerate(names)
+        },
+        path,
+    )
+
+
+def plot_verified(
+    loads: list[int], by_rule: dict[str, list[tuple[float, float]]], path: Path
+) -> None:
+    """Verified tokens, and speed over plain decoding, of up to five rules at each of `loads`."""
     plt = plotting()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    loads = list(outcomes)
-    for number, (name, colour, line) in enumerate(
-        (
-            ("everything verified", GREY, "-"),
-            ("best fixed ℓ", GREEN, "-"),
-            ("best threshold", PURPLE, "-"),
-            ("scheduled, early stop", BLUE, "-"),
-            ("scheduled, lagged", ORANGE, "--"),
-        )
-    ):
-        rows = [outcomes[load][number] for load in loads]
+    styles = ((GREY, "-"), (GREEN, "-"), (PURPLE, "-"), (BLUE, "-"), (ORANGE, "--"))
+    for (name, cells), (colour, line) in zip(by_rule.items(), styles, strict=False):
+        verified, speed = zip(*cells, strict=True)
         style = {"color": colour, "label": name, "linewidth": 1.6, "linestyle": line}
-        left.plot(loads, [one.mean_verified for one in rows], **style)
-        right.plot(loads, [one.speedup for one in rows], **style)
+        left.plot(loads, verified, **style)
+        right.plot(loads, speed, **style)
     left.set(ylabel="draft tokens verified per row", ylim=(0, None))
     right.axhline(1, color="black", linewidth=0.8, linestyle=":")
     right.set(ylabel="tokens per second, over plain decoding")

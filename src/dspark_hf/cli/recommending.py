@@ -9,6 +9,7 @@ from rich.table import Table
 from ..scheduling.acceptance import AcceptanceRecords
 from ..scheduling.calibration import Calibration
 from ..scheduling.recommendation import PolicyOutcome, compare_policies, recommend
+from ..scheduling.settings import SCHEDULED
 from ..scheduling.throughput_profile import ThroughputProfile
 from . import plots
 
@@ -37,23 +38,28 @@ def run_recommend(
             "`dspark-hf profile --drafter …`."
         )
     records = AcceptanceRecords.load(records_path)
-    temperatures = _temperatures_for(records, calibration_path)
+    facts = records.facts or {}
+    profile.check(facts.get("pair", {}))
     conditions: dict[str, Any] = {"rows": rows, "layout": layout}
-    outcomes = compare_policies(records, profile, temperatures, load=load, **conditions)
+    if calibration_path is not None:
+        calibration = _calibration_of(records, calibration_path)
+        conditions |= {"temperatures": calibration.temperatures, "offsets": calibration.offsets}
+    outcomes = compare_policies(records, profile, load=load, **conditions)
     choice = recommend(outcomes)
     console.print(_outcome_table(outcomes, rows, load))
     if choice is None:
         console.print("[bold]No drafter pays here:[/] generate without assistant_model.")
     else:
-        keywords = ", ".join(f"{name}={value!r}" for name, value in choice.options.items())
+        options = dict(choice.options)
+        if choice.settings.verification == SCHEDULED:
+            options["dspark_throughput_profile"] = str(profile_path)
+        keywords = ", ".join(f"{name}={value!r}" for name, value in options.items())
         console.print(
             f"[bold]Use[/] {keywords}: {choice.speedup:.2f}x plain decoding.", highlight=False
         )
     if plot is not None:
         by_load = {
-            rows * scale: compare_policies(
-                records, profile, temperatures, load=rows * scale, **conditions
-            )
+            rows * scale: compare_policies(records, profile, load=rows * scale, **conditions)
             for scale in _LOADS
         }
         plots.plot_loads(by_load, plot)
@@ -67,18 +73,18 @@ def run_recommend(
     }
 
 
-def _temperatures_for(
-    records: AcceptanceRecords, calibration_path: Path | None
-) -> tuple[float, ...] | None:
-    if calibration_path is None:
-        return None
-    calibration = Calibration.load(calibration_path)
-    if calibration.block_size != records.block_size:
+def _calibration_of(records: AcceptanceRecords, path: Path) -> Calibration:
+    """The calibration, of the drafter that the rounds were recorded with."""
+    calibration = Calibration.load(path)
+    recorded = (records.block_size, (records.facts or {}).get("confidence_head"))
+    found = (calibration.block_size, calibration.drafter if recorded[1] else None)
+    if found != recorded:
         raise ValueError(
-            f"{calibration_path} is for γ = {calibration.block_size}, and the recorded rounds have "
-            f"γ = {records.block_size}. Take both from one run of `dspark-hf calibrate`."
+            f"{path} is for a drafter of γ = {found[0]} with confidence head {found[1]}, and the "
+            f"rounds are from one of γ = {recorded[0]} with {recorded[1]}. Take both from one run "
+            "of `dspark-hf calibrate`."
         )
-    return calibration.temperatures
+    return calibration
 
 
 def _outcome_table(outcomes: list[PolicyOutcome], rows: int, load: int) -> Table:

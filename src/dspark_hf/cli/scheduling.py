@@ -1,6 +1,5 @@
 """Commands for load-aware verification: `profile`, `calibrate` and `recommend`."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +13,18 @@ from .options import (
     DtypeOption,
     Json,
     NewTokens,
+    NumPrompts,
+    OutputFile,
     Plot,
+    PromptFiles,
+    Rows,
     Target,
+    Temperature,
     Threads,
+    drawable,
+    folder,
     writable,
+    write_json,
 )
 
 commands = typer.Typer()
@@ -34,13 +41,13 @@ class Layout(StrEnum):
 @commands.command()
 def profile(
     target: Target,
-    output: Annotated[Path, typer.Option("--output", "-o", callback=writable, help="JSON file.")],
+    output: OutputFile,
     drafter: Annotated[
         str | None, typer.Option(help="Also measure what a draft of this drafter costs.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 64,
     context_length: Annotated[int, typer.Option(min=1, help="Positions in the cache.")] = 256,
-    rows: Annotated[int, typer.Option(min=1, help="Rows that the tokens are spread over.")] = 1,
+    rows: Rows = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 7,
     dtype: DtypeOption = Dtype.auto,
     threads: Threads = 0,
@@ -72,12 +79,18 @@ def profile(
 def calibrate(
     target: Target,
     drafter: Drafter,
-    prompts: Annotated[list[Path], typer.Option(help="JSONL files, one per set; repeatable.")],
-    output: Annotated[Path, typer.Option("--output", "-o", callback=writable, help="JSON file.")],
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per set to fit on.")] = 16,
-    num_held_out: Annotated[int, typer.Option(min=1, help="Prompts per set to judge on.")] = 8,
+    prompts: PromptFiles,
+    output: OutputFile,
+    num_prompts: NumPrompts = 16,
+    num_held_out: Annotated[
+        int, typer.Option(min=1, help="Further prompts of each file, to judge on.")
+    ] = 16,
+    offsets: Annotated[
+        bool, typer.Option("--offsets", help="Also fit an offset per position (not in the paper).")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the target; 0 is greedy.")] = 1.0,
+    temperature: Temperature = 1.0,
     dtype: DtypeOption = Dtype.auto,
     threads: Threads = 0,
     records: Annotated[
@@ -85,12 +98,13 @@ def calibrate(
         typer.Option(callback=writable, help="Keep the held-out rounds here, for recommend."),
     ] = None,
     save_into: Annotated[
-        Path | None, typer.Option(help="Save the drafter with its temperatures in this folder.")
+        Path | None,
+        typer.Option(callback=folder, help="Save the calibrated drafter in this folder."),
     ] = None,
     plot: Plot = None,
     sweep_plot: Annotated[
         Path | None,
-        typer.Option(callback=writable, help="Picture of what each threshold would do."),
+        typer.Option(callback=drawable, help="Picture of what each threshold would do."),
     ] = None,
 ) -> None:
     """Fit temperatures that make the drafter's confidence mean what it says (STS)."""
@@ -104,6 +118,8 @@ def calibrate(
         output,
         num_prompts=num_prompts,
         num_held_out=num_held_out,
+        with_offsets=offsets,
+        batch_size=batch_size,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         dtype=dtype.value,
@@ -120,7 +136,7 @@ def recommend(
     profile_path: Annotated[Path, typer.Option("--profile", help="What `profile` wrote.")],
     records: Annotated[Path, typer.Option(help="What `calibrate --records` wrote.")],
     calibration: Annotated[Path | None, typer.Option(help="What `calibrate` wrote.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
+    rows: Rows = 1,
     load: Annotated[int, typer.Option(min=0, help="Tokens of other work in a step.")] = 0,
     layout: Annotated[Layout, typer.Option(help="How a step holds rows.")] = Layout.padded,
     plot: Plot = None,
@@ -139,6 +155,4 @@ def recommend(
         layout=layout.value,
         plot=plot,
     )
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        console.print(f"written: {json_path}")
+    write_json(console, json_path, result)

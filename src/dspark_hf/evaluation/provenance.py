@@ -9,8 +9,21 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
 _VALUES_PER_TENSOR = 4096
+# What the host keeps in every config (labels, paths, versions), and what only training reads.
+_BOOKKEEPING = frozenset(PreTrainedConfig().to_dict()) - {"model_type"} | {
+    "initializer_range",
+    "use_cache",
+}
+# Generation fields of a drafter that count in an evaluation.
+_KEPT_FIELDS = (
+    "num_assistant_tokens",
+    "dspark_draft_sampling",
+    "dspark_sts_temperatures",
+    "dspark_confidence_offsets",
+)
 
 
 def machine_facts(target: Any) -> dict[str, Any]:
@@ -63,13 +76,15 @@ def code_revision() -> str | None:
 def fingerprint(model: Any) -> str:
     """
     Twelve hex digits that tell one set of weights from another: the hash of every tensor's name,
-    shape, type and first 4096 values. Training changes all tensors, so this is enough to notice.
+    shape, type and 4096 values spread over it. Training changes all tensors, so this is enough to
+    notice.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.device.type != "meta":
-            values = tensor.detach().flatten()[:_VALUES_PER_TENSOR].cpu().contiguous()
+            values = tensor.detach().flatten()
+            values = values[:: max(len(values) // _VALUES_PER_TENSOR, 1)].cpu().contiguous()
             digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
 
@@ -83,15 +98,14 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     """
     What a report says about a drafter.
 
-    `id` identifies its weights together with its config and its generation config: the same folder
-    after more training, or with another threshold, is another drafter.
+    `id` identifies what it answers with: its weights, what its config says of their use, and those
+    of its generation fields that an evaluation does not overrule. The same folder after more
+    training is another drafter; one that was only saved again, elsewhere or by another version, is
+    not.
     """
     config = drafter.config.to_dict()
-    # Where it was loaded from, and by which version, changes nothing that it does.
-    facts = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
-    settings = drafter.generation_config.to_diff_dict()
-    settings.pop("transformers_version", None)
-    identity = json.dumps([facts, settings], sort_keys=True, default=str)
+    settings = {field: getattr(drafter.generation_config, field, None) for field in _KEPT_FIELDS}
+    identity = json.dumps([_facts_of(config), settings], sort_keys=True, default=str)
     backbone = config.get("backbone_config") or {}
     return {
         "name": name,
@@ -101,6 +115,15 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
         "num_layers": backbone.get("num_hidden_layers"),
         "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         "confidence_head": bool(config.get("confidence_head")),
+    }
+
+
+def _facts_of(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what says nothing of a drafter's answers, nested configs likewise."""
+    return {
+        key: _facts_of(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _BOOKKEEPING
     }
 
 

@@ -19,6 +19,7 @@ import torch
 from .. import __version__
 from ..generation.checks import check_pairing
 from ..generation.statistics import RoundRecord, collect_statistics
+from ..scheduling.settings import THRESHOLD, everything_verified
 from .metrics import summarise
 from .prompts import PromptSet, encode_prompt
 from .provenance import drafter_facts, fingerprint, machine_facts, text_digest
@@ -89,12 +90,11 @@ class EvaluationSettings:
 
     def drafter_options(self, drafter: Any) -> dict[str, Any]:
         """What comes on top with a drafter; its own verification policy is overruled."""
-        policy = "threshold" if self.confidence_threshold else "full"
-        return {
-            "assistant_model": drafter,
-            "dspark_verification": policy,
-            "dspark_confidence_threshold": self.confidence_threshold,
-        }
+        options = {"assistant_model": drafter, **everything_verified()}
+        if self.confidence_threshold:
+            options["dspark_verification"] = THRESHOLD
+            options["dspark_confidence_threshold"] = self.confidence_threshold
+        return options
 
 
 def evaluate(

@@ -174,7 +174,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             for features, mask in self._pending
         ]
 
-    def propose(self, rows: Rows, limits: list[int], columns: int | None = None) -> Proposal:
+    def propose(
+        self,
+        rows: Rows,
+        limits: list[int],
+        columns: int | None = None,
+        num_held: int | None = None,
+    ) -> Proposal:
         """
         Draft behind the last committed tokens and choose how much of it to submit.
 
@@ -182,12 +188,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             rows ([`Rows`]): the texts; only active ones are drafted for.
             limits (`list[int]`): of each active row, most tokens that can be used.
             columns (`int`, *optional*): most tokens that one forward may carry.
+            num_held (`int`, *optional*):
+                rows in the target's forward, finished ones included; the active ones by default.
         """
-        most = self.settings.num_draft_tokens if columns is None else columns
-        limits = [min(limit, most, self.settings.num_draft_tokens) for limit in limits]
+        rooms = (columns, self.scheduler.begin(len(limits) if num_held is None else num_held))
+        most = min([self.settings.num_draft_tokens, *(room for room in rooms if room is not None)])
+        limits = [min(limit, most) for limit in limits]
         input_ids = rows.anchored(rows.active)
         if max(limits) <= 0 or not self._should_draft(input_ids.device):
-            self.scheduler.submit(len(limits), drafted=False)
+            self.scheduler.submit(1, drafted=False)
             return Proposal.empty(input_ids[:, -1])
         self._extend_context(rows)
         self.context.limit = max(limits)
@@ -222,7 +231,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.widths is not None:
             width = _fitting(self.widths, width, min(most, num_drafted))
             lengths = [min(length, width) for length in lengths]
-        self.scheduler.submit(len(lengths) * (1 + width), drafted=True)
+        self.scheduler.submit(1 + width, drafted=True)
         device = input_ids.device
         return Proposal(
             tokens=block.tokens[:, :width].to(device),

@@ -245,7 +245,9 @@ class _DecodingLoop:
     def _round(self) -> None:
         """Draft, verify, commit."""
         started = time.perf_counter()
-        proposal = self.generator.propose(self.rows, self._rooms(), self.frame.room())
+        proposal = self.generator.propose(
+            self.rows, self._rooms(), self.frame.room(), len(self.frame.rows)
+        )
         drafted = time.perf_counter()
         active, rows = self.frame.active, self.rows.active
         past, lags = self.frame.length, self.frame.lags

@@ -12,6 +12,7 @@ FIELDS = (
     "dspark_max_verify_tokens",
     "dspark_load",
     "dspark_sts_temperatures",
+    "dspark_confidence_offsets",
     "dspark_draft_skipping",
     "dspark_draft_sampling",
 )

@@ -62,7 +62,8 @@ def resolve_settings(
         source = generation_config if is_set_by_call(name) else drafter_config
         return getattr(source, name, None)
 
-    sampling = lookup("dspark_draft_sampling") or SAMPLE
+    sampling = lookup("dspark_draft_sampling")
+    sampling = SAMPLE if sampling is None else sampling
     check_choice("dspark_draft_sampling", sampling, DRAFT_SAMPLING)
     return DraftSettings(
         num_draft_tokens=_num_draft_tokens(generation_config, drafter_config, block_size),

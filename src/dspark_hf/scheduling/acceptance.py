@@ -85,7 +85,7 @@ class AcceptanceRecords:
         try:
             with safe_open(path, framework="pt") as file:
                 found = set(file.keys())
-                facts = json.loads((file.metadata() or {}).get("facts", "{}"))
+                facts = (file.metadata() or {}).get("facts", "{}")
                 tensors = {name: file.get_tensor(name) for name in _NAMES if name in found}
         except SafetensorError as error:
             raise ValueError(
@@ -104,4 +104,27 @@ class AcceptanceRecords:
                 "shape (N, γ), num_accepted and num_verified of shape (N,), as "
                 "`dspark-hf calibrate --records` writes them."
             )
-        return cls(**tensors, facts=facts)
+        try:
+            records = cls(**tensors, facts=json.loads(facts))
+            records._check()
+        except ValueError as error:
+            raise ValueError(
+                f"{os.fspath(path)} holds no recorded rounds: {error}. Record them with "
+                "`dspark-hf calibrate --records`."
+            ) from error
+        return records
+
+    def _check(self) -> None:
+        logits, accepted, verified = (getattr(self, name) for name in _NAMES)
+        if not logits.is_floating_point() or not logits.isfinite().all():
+            raise ValueError("confidence_logits have to be finite floating-point numbers")
+        for name, counts in (("num_accepted", accepted), ("num_verified", verified)):
+            if counts.dtype != torch.long:
+                raise ValueError(f"{name} is {counts.dtype}, expected torch.int64")
+        wrong = (accepted < 0) | (accepted > verified) | (verified > self.block_size)
+        if wrong.any():
+            row = int(wrong.long().argmax())
+            raise ValueError(
+                f"round {row + 1} accepts {int(accepted[row])} of {int(verified[row])} verified "
+                f"tokens of {self.block_size}"
+            )

@@ -61,6 +61,7 @@ class VerificationPolicy:
         confidence_logits: torch.Tensor | None,
         limits: torch.Tensor,
         load: int = 0,
+        num_held: int | None = None,
     ) -> torch.Tensor:
         """
         Verify lengths of this round.
@@ -73,6 +74,8 @@ class VerificationPolicy:
                 Most tokens of each row that can be of use. May depend on the drafted tokens as long
                 as whether token k counts depends on tokens before it only.
             load (`int`, *optional*, defaults to 0): tokens of other work in the step.
+            num_held (`int`, *optional*, defaults to R):
+                Rows that a padded step holds, those included that have finished and cannot leave.
 
         Returns:
             `torch.Tensor` of shape `(R,)`, int64, on the device of `limits`.
@@ -86,12 +89,13 @@ class VerificationPolicy:
             limits = limits.minimum(kept)
         if verification != SCHEDULED and ceiling is None:
             return limits
+        held = len(limits) if num_held is None else num_held
         survival = self._survival(confidence_logits, limits)
         count = torch.tensor(survival.numel(), device=survival.device)
         if self._profile is not None and verification == SCHEDULED:
-            count = self._scheduled(self._profile, survival, load)
+            count = self._scheduled(self._profile, survival, load, held)
         if ceiling is not None:
-            count = count.clamp(max=most_units(ceiling, len(limits), self.layout))
+            count = count.clamp(max=most_units(ceiling, held, self.layout))
         return admit(survival, count, self.layout)
 
     def select(self, rows: list[int]) -> None:
@@ -113,7 +117,7 @@ class VerificationPolicy:
         return keep_prefix(survival, limits)
 
     def _scheduled(
-        self, profile: ThroughputProfile, survival: torch.Tensor, load: int
+        self, profile: ThroughputProfile, survival: torch.Tensor, load: int, num_held: int
     ) -> torch.Tensor:
         """Units to admit. `"lagged"` searches the confidences of two rounds ago."""
         search, searched = early_stop, survival
@@ -123,13 +127,13 @@ class VerificationPolicy:
                 search, searched = best_count, self._history[0]
             self._history.append(survival)
         gains = admission_gains(searched, self.layout)
-        curve = self._curve(profile, len(survival), load).to(gains.device)
-        return search(throughput(gains, curve, len(survival) + load))
+        curve = self._curve(profile, num_held, load).to(gains.device)
+        return search(throughput(gains, curve, len(survival) + float(load)))
 
     def _curve(self, profile: ThroughputProfile, num_rows: int, load: int) -> torch.Tensor:
         """SPS of steps with 0…N units."""
         if (num_rows, load) not in self._curves:
             own = step_tokens(num_rows, self.block_size, self.layout)
-            rates = profile.rounds_per_second((own + load).numpy())
+            rates = profile.rounds_per_second(own.double().numpy() + float(load))
             self._curves[num_rows, load] = torch.from_numpy(rates)
         return self._curves[num_rows, load]

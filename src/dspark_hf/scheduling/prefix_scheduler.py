@@ -33,6 +33,29 @@ import torch
 PACKED, PADDED = "packed", "padded"
 
 
+def calibrated_logits(
+    confidence_logits: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Confidence logits `c_k / T_k + b_k`; the order at each position stays as it was.
+
+    Args:
+        confidence_logits (`torch.Tensor` of shape `(R, γ)`): raw.
+        temperatures (`torch.Tensor` of shape `(γ,)`, *optional*): STS (section 4); 1 by default.
+        offsets (`torch.Tensor` of shape `(γ,)`, *optional*): beyond the paper; 0 by default.
+
+    Returns:
+        `torch.Tensor` of shape `(R, γ)`.
+    """
+    if temperatures is not None:
+        confidence_logits = confidence_logits / temperatures.to(confidence_logits)
+    if offsets is not None:
+        confidence_logits = confidence_logits + offsets.to(confidence_logits)
+    return confidence_logits
+
+
 def survival_probabilities(confidence_logits: torch.Tensor) -> torch.Tensor:
     """
     Prefix survival `a_k = Π_{i ≤ k} σ(c_i)` (section 4).

@@ -5,6 +5,7 @@ import json
 import logging
 import statistics as stats
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from huggingface_hub import constants
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..evaluation.provenance import processor_name
+from ..generation.checks import check_pairing
 from .throughput_profile import ThroughputProfile
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ AUTO_MAX_TOKENS, AUTO_REPEATS = 64, 5
 _WARM_UP = 2
 
 _measured: dict[str, ThroughputProfile] = {}
+# Two measurements at once would measure each other.
+_measuring = threading.Lock()
 
 
 def default_token_counts(max_tokens: int, rows: int = 1) -> list[int]:
@@ -81,6 +85,8 @@ def measure_throughput(
     Raises:
         `ValueError`: counts that cannot be measured, or more positions than the target has.
     """
+    if drafter is not None:
+        check_pairing(target, drafter)
     counts = default_token_counts(max(64, rows), rows) if token_counts is None else token_counts
     if 1 not in counts or any(count > rows and count % rows for count in counts):
         raise ValueError(
@@ -155,8 +161,15 @@ def automatic_profile(target: PreTrainedModel, drafter: "DrafterModel") -> Throu
         "measurement": [AUTO_MAX_TOKENS, AUTO_REPEATS, CONTEXT_LENGTH],
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
-    if digest in _measured:
+    with _measuring:
+        if digest not in _measured:
+            _measured[digest] = _kept_or_measured(target, drafter, digest)
         return _measured[digest]
+
+
+def _kept_or_measured(
+    target: PreTrainedModel, drafter: "DrafterModel", digest: str
+) -> ThroughputProfile:
     path = Path(constants.HF_HOME) / "dspark-hf" / "profiles" / f"{digest}.json"
     profile = _read_kept(path)
     if profile is None:
@@ -174,7 +187,6 @@ def automatic_profile(target: PreTrainedModel, drafter: "DrafterModel") -> Throu
             repeats=AUTO_REPEATS,
         )
         _keep(profile, path)
-    _measured[digest] = profile
     return profile
 
 

@@ -14,7 +14,7 @@ import torch
 
 from .acceptance import AcceptanceRecords
 from .policy import VerificationPolicy
-from .prefix_scheduler import PADDED
+from .prefix_scheduler import PADDED, calibrated_logits
 from .settings import EARLY_STOP, FULL, LAGGED, SCHEDULED, THRESHOLD, SchedulingSettings
 from .throughput_profile import ThroughputProfile
 
@@ -75,7 +75,7 @@ def replay(
     Args:
         records ([`AcceptanceRecords`]): N rounds, taken `rows` at a time as the rows of a step.
         profile ([`ThroughputProfile`]): with `draft_seconds`.
-        settings ([`SchedulingSettings`]): the rule; its temperatures are applied.
+        settings ([`SchedulingSettings`]): the rule; its temperatures and offsets are applied.
         num_draft_tokens (`int`, *optional*): most tokens verified; γ by default.
         rows (`int`, *optional*, defaults to 1): R.
         load (`int`, *optional*, defaults to 0): tokens of other work in each step.
@@ -90,9 +90,13 @@ def replay(
             f"{len(records)} recorded rounds do not fill one step of {rows} rows; record more."
         )
     block_size = records.block_size
-    logits = records.confidence_logits.double()
-    if settings.temperatures is not None:
-        logits = logits / torch.tensor(settings.temperatures, dtype=torch.float64)
+    logits = calibrated_logits(
+        records.confidence_logits.double(),
+        *(
+            None if values is None else torch.tensor(values, dtype=torch.float64)
+            for values in (settings.temperatures, settings.offsets)
+        ),
+    )
     logits = logits[: num_steps * rows].reshape(num_steps, rows, block_size)
     most = block_size if num_draft_tokens is None else num_draft_tokens
     limits = records.num_verified.clamp(max=most)[: num_steps * rows]
@@ -126,6 +130,7 @@ def compare_policies(
     records: AcceptanceRecords,
     profile: ThroughputProfile,
     temperatures: tuple[float, ...] | None = None,
+    offsets: tuple[float, ...] | None = None,
     **conditions: int | str,
 ) -> list[PolicyOutcome]:
     """
@@ -134,7 +139,7 @@ def compare_policies(
     """
 
     def outcome(num_draft_tokens: int | None = None, **fields: Any) -> PolicyOutcome:
-        settings = SchedulingSettings(temperatures=temperatures, **fields)
+        settings = SchedulingSettings(temperatures=temperatures, offsets=offsets, **fields)
         return replay(
             records,
             profile,

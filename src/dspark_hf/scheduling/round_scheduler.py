@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .load import CONCURRENT, process_load
 from .policy import VerificationPolicy
-from .prefix_scheduler import PADDED
+from .prefix_scheduler import PADDED, calibrated_logits, most_units
 from .profiling import automatic_profile, profile_facts
 from .settings import AUTO, FULL, SCHEDULED, SchedulingSettings
 from .skipping import DraftSkipper
@@ -55,13 +55,18 @@ class RoundScheduler:
             )
         settings, profile = _effective(settings, target, drafter)
         self._policy = VerificationPolicy(settings, drafter.config.block_size, profile, layout)
-        self._temperatures = (
-            None if settings.temperatures is None else torch.tensor(settings.temperatures)
+        # On the device of the confidences, so that no round waits for a copy.
+        self._temperatures, self._offsets = (
+            None if values is None else torch.tensor(values, device=drafter.device)
+            for values in (settings.temperatures, settings.offsets)
         )
         self._skipper = DraftSkipper(profile) if profile and settings.skips_drafts else None
         self._load = settings.load
         self._num_rows = num_rows
+        self._layout = layout
+        self._ceiling = ceiling
         self._submitted: int | None = None
+        self._num_held = num_rows
         self._stack = ExitStack()
         self._key: object = None
 
@@ -83,11 +88,23 @@ class RoundScheduler:
         return self._skipper is None or self._skipper.should_draft()
 
     def calibrated(self, confidence_logits: torch.Tensor) -> torch.Tensor:
-        """Confidence logits `(R, γ)` divided by the STS temperatures (section 4)."""
-        if self._temperatures is None:
-            return confidence_logits
-        self._temperatures = self._temperatures.to(confidence_logits)
-        return confidence_logits / self._temperatures
+        """Confidence logits `(R, γ)` with the call's temperatures and offsets."""
+        return calibrated_logits(confidence_logits, self._temperatures, self._offsets)
+
+    def begin(self, num_held: int) -> int | None:
+        """
+        A round begins. To be called once a round, before anything else.
+
+        Args:
+            num_held (`int`): rows that the target step will hold, finished ones included.
+
+        Returns:
+            Most draft tokens that one row may submit under the ceiling; `None` is any number.
+        """
+        self._num_held = num_held
+        if self._ceiling is None or self._layout != PADDED:
+            return None
+        return most_units(self._ceiling, num_held, PADDED)
 
     def verify_lengths(
         self,
@@ -98,20 +115,21 @@ class RoundScheduler:
         How many draft tokens each row submits; see [`VerificationPolicy.verify_lengths`], with the
         load of the moment.
         """
-        return self._policy.verify_lengths(confidence_logits, limits, self.load)
+        return self._policy.verify_lengths(confidence_logits, limits, self.load, self._num_held)
 
     def select(self, rows: list[int]) -> None:
         """Go on with these of the rows; the others are finished."""
         self._policy.select(rows)
 
-    def submit(self, num_tokens: int, drafted: bool) -> None:
+    def submit(self, num_columns: int, drafted: bool) -> None:
         """
         Tell what goes into the target step.
 
         Args:
-            num_tokens (`int`): tokens of this call's rows in it, padding included.
+            num_columns (`int`): tokens of the widest row, its last committed one included.
             drafted (`bool`): whether the round drafted.
         """
+        num_tokens = self._num_held * num_columns
         self._submitted = num_tokens if drafted else None
         if self._key:
             process_load.submit(self._key, num_tokens)
@@ -119,7 +137,9 @@ class RoundScheduler:
     def record(self, num_committed: int, num_rows: int) -> None:
         """Tell how many tokens all rows together committed in the round last submitted."""
         if self._skipper is not None and self._submitted is not None:
-            self._skipper.record(num_committed, num_rows, self._submitted, self.load)
+            self._skipper.record(
+                num_committed, num_rows, self._submitted, self.load, self._num_held
+            )
         self._submitted = None
 
 

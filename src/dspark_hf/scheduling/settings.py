@@ -1,5 +1,6 @@
 """The `dspark_*` fields that decide how much is verified, checked."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class SchedulingSettings:
         load (`int` or `str`): tokens of other work in each step; `"concurrent"` counts them.
         max_verify_tokens (`int`, *optional*): ceiling on the tokens of a step.
         temperatures (`tuple[float, ...]`, *optional*): STS, one a position.
+        offsets (`tuple[float, ...]`, *optional*): what is added to each calibrated logit.
         skips_drafts (`bool`): whether drafting pauses where it does not pay.
     """
 
@@ -37,6 +39,7 @@ class SchedulingSettings:
     load: int | str = 0
     max_verify_tokens: int | None = None
     temperatures: tuple[float, ...] | None = None
+    offsets: tuple[float, ...] | None = None
     skips_drafts: bool = False
 
 
@@ -69,7 +72,14 @@ def resolve_scheduling(
     if verification is None:
         verification = THRESHOLD if threshold > 0 else FULL
     check_choice("dspark_verification", verification, VERIFICATION_POLICIES)
-    scheduler = lookup("dspark_scheduler") or EARLY_STOP
+    scheduler = lookup("dspark_scheduler")
+    scheduler = EARLY_STOP if scheduler is None else scheduler
+    offsets = lookup("dspark_confidence_offsets")
+    if is_set_by_call("dspark_sts_temperatures") and not is_set_by_call(
+        "dspark_confidence_offsets"
+    ):
+        # The drafter's offsets were fitted together with the drafter's temperatures.
+        offsets = None
     check_choice("dspark_scheduler", scheduler, SCHEDULERS)
     return SchedulingSettings(
         verification=verification,
@@ -79,6 +89,7 @@ def resolve_scheduling(
         load=_load(lookup("dspark_load")),
         max_verify_tokens=_max_verify_tokens(lookup("dspark_max_verify_tokens")),
         temperatures=check_temperatures(lookup("dspark_sts_temperatures"), block_size),
+        offsets=check_offsets(offsets, block_size),
         skips_drafts=_flag("dspark_draft_skipping", lookup("dspark_draft_skipping")),
     )
 
@@ -121,20 +132,30 @@ def _max_verify_tokens(value: Any) -> int | None:
 
 def check_temperatures(value: Any, block_size: int) -> tuple[float, ...] | None:
     """γ positive temperatures as a tuple, or `None`. Raises `ValueError` for anything else."""
+    temperatures = _per_position("dspark_sts_temperatures", "temperatures", value, block_size)
+    if temperatures is not None and min(temperatures) <= 0:
+        raise ValueError(f"dspark_sts_temperatures must be positive, found {list(value)!r}.")
+    return temperatures
+
+
+def check_offsets(value: Any, block_size: int) -> tuple[float, ...] | None:
+    """γ finite offsets as a tuple, or `None`. Raises `ValueError` for anything else."""
+    return _per_position("dspark_confidence_offsets", "offsets", value, block_size)
+
+
+def _per_position(field: str, noun: str, value: Any, block_size: int) -> tuple[float, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != block_size:
         found = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
         raise ValueError(
-            f"dspark_sts_temperatures must be a list of {block_size} temperatures, one for each "
-            f"token that this drafter drafts, found {found}. They belong to one drafter: fit them "
-            "with `dspark-hf calibrate`."
+            f"{field} must be a list of {block_size} {noun}, one for each token that this drafter "
+            f"drafts, found {found}. They belong to one drafter: fit them with "
+            "`dspark-hf calibrate`."
         )
-    if not all(_is_number(t) and 0 < t < float("inf") for t in value):
-        raise ValueError(
-            f"dspark_sts_temperatures must be positive numbers, found {list(value)!r}."
-        )
-    return tuple(float(t) for t in value)
+    if not all(_is_number(number) and math.isfinite(number) for number in value):
+        raise ValueError(f"{field} must be finite numbers, found {list(value)!r}.")
+    return tuple(float(number) for number in value)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -145,3 +166,13 @@ def _flag(name: str, value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def everything_verified() -> dict[str, Any]:
+    """Keywords of `generate` that overrule whatever would submit less than all drafted tokens."""
+    return {
+        "dspark_verification": FULL,
+        "dspark_confidence_threshold": 0.0,
+        "dspark_max_verify_tokens": None,
+        "dspark_draft_skipping": False,
+    }

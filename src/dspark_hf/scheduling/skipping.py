@@ -43,7 +43,14 @@ class DraftSkipper:
             return False
         return True
 
-    def record(self, num_committed: int, num_rows: int, num_tokens: int, load: int = 0) -> None:
+    def record(
+        self,
+        num_committed: int,
+        num_rows: int,
+        num_tokens: int,
+        load: int = 0,
+        num_held: int | None = None,
+    ) -> None:
         """
         Tell what a drafted round brought.
 
@@ -52,8 +59,11 @@ class DraftSkipper:
             num_rows (`int`): rows that took part.
             num_tokens (`int`): tokens that the target step held for them.
             load (`int`, *optional*, defaults to 0): tokens of other work in it.
+            num_held (`int`, *optional*, defaults to `num_rows`):
+                rows that a step of plain decoding would hold, finished ones included.
         """
-        plain = float(self._profile.step_seconds(num_rows + load))
+        held = num_rows if num_held is None else num_held
+        plain = float(self._profile.step_seconds(held + load))
         drafted = 1 / float(self._profile.rounds_per_second(num_tokens + load))
         # What other work commits meanwhile counts as in the prefix scheduler: a token each.
         self._gains.append(num_committed + load - (num_rows + load) * drafted / plain)

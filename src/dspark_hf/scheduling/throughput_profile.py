@@ -2,8 +2,8 @@
 
 import itertools
 import json
-import math
 import os
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -163,10 +163,24 @@ class ThroughputProfile:
                     f"followed by {after}. {_REMEDY}"
                 )
         for count, rate in zip(tokens, rates, strict=True):
-            if not _is_number(rate) or rate <= 0:
+            # The smallest whose inverse is a number, too.
+            if not _is_number(rate) or rate < sys.float_info.min:
                 raise ValueError(
                     "steps_per_second of a throughput profile must be positive numbers, found "
                     f"{rate!r} at {count} tokens. {_REMEDY}"
+                )
+        for name in ("context_length", "rows"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(
+                    f"{name} of a throughput profile must be an integer of at least 1, found "
+                    f"{value!r}. {_REMEDY}"
+                )
+        for name in _FACTS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(
+                    f"{name} of a throughput profile must be a text, found {value!r}. {_REMEDY}"
                 )
         if not _is_number(self.draft_seconds) or self.draft_seconds < 0:
             raise ValueError(
@@ -193,4 +207,7 @@ def monotone(values: list[float]) -> np.ndarray:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # An integer may have more digits than a float can hold.
+    return abs(value) <= sys.float_info.max
