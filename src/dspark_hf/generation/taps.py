@@ -37,6 +37,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList)
         and len(module) == depth
         and "vision" not in name
+        and "visual" not in name
         and "audio" not in name
     ]
     if not found:
