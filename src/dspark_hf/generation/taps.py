@@ -1,18 +1,26 @@
 """
-Reading the tapped layers of a target with forward hooks.
+Reading the tapped layers of a target.
 
-Hooks give the raw output of a decoder layer on every host version and also for the last layer,
-whose entry in `hidden_states` is normed. Only the tapped states are kept, and only until they are
-taken.
+Forward hooks give the raw output of a decoder layer on every host version and also for the last
+layer, whose entry in `hidden_states` is normed. Only the tapped states are kept, and only until
+they are taken.
+
+A compiled forward is read through its `hidden_states` instead: hooks would break its graph into
+pieces at every tapped layer, and stay compiled into it when they are gone from the module.
 """
 
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from .compiling import is_compiled
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -29,6 +37,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList)
         and len(module) == depth
         and "vision" not in name
+        and "visual" not in name
         and "audio" not in name
     ]
     if not found:
@@ -51,29 +60,44 @@ class TargetTaps:
         layer_ids (`list[int]`): layers whose output is read; -1 reads the input of the first layer.
 
     Attributes:
-        is_compiled (`bool`): whether forwards are compiled, which the hooks then stay out of.
+        reads_outputs (`bool`):
+            Whether the taps are taken from the outputs of forwards, by `read`, and no hooks are
+            installed. From the start with a target that `is_compiled`.
         keep (`int`, *optional*):
             So many positions from the end are all that will be asked for; all by default. What a
             long prompt has before them is not held.
         num_dropped (`int`): positions that were before those of the last `take`.
+
+    Raises:
+        `ValueError`: a compiled target, and the last layer is tapped, which only a hook can read.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
         layers = decoder_layers(target)
+        self._target = target
         self._modules = [layers[max(layer, 0)] for layer in layer_ids]
         self._layer_ids = list(layer_ids)
         self._states: list[list[torch.Tensor]] = [[] for _ in layer_ids]
         self._lengths = [0 for _ in layer_ids]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._thread = threading.get_ident()
-        self.is_compiled = False
         self.keep: int | None = None
         self.num_dropped = 0
+        self._num_states = len(layers) + 1
+        # The host returns it behind the final norm.
+        self.reach_the_last_layer = max(layer_ids) == len(layers) - 1
+        self.reads_outputs = is_compiled(target)
+        if self.reads_outputs and self.reach_the_last_layer:
+            raise ValueError(
+                f"The drafter reads the output of the last layer, {max(layer_ids)}, which a "
+                "compiled target does not return as it is. Give the uncompiled target."
+            )
 
     def __enter__(self) -> "TargetTaps":
+        if self.reads_outputs:
+            return self
         for tap, (layer, module) in enumerate(zip(self._layer_ids, self._modules, strict=True)):
             hook = self._input_hook(tap) if layer < 0 else self._output_hook(tap)
-            hook = torch.compiler.disable(hook) if self.is_compiled else hook
             if layer < 0:
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             else:
@@ -86,10 +110,41 @@ class TargetTaps:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._remove_hooks()
+        self.clear()
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.clear()
+
+    def read_outputs(self, kwargs: dict[str, Any]) -> None:
+        """
+        From now on take the taps from the outputs of forwards, and make `kwargs`, arguments of
+        these, ask for what is tapped beside what the caller wants.
+        """
+        self._remove_hooks()
+        self.reads_outputs = True
+        # The host's own, which it would otherwise install inside of the compiled forward.
+        maybe_install_capturing_hooks(self._target)
+        asked = kwargs.get("output_hidden_states") or []
+        if asked is not True:
+            asked = [asked] if isinstance(asked, int) else asked
+            kwargs["output_hidden_states"] = [*asked, *(layer + 1 for layer in self._layer_ids)]
+
+    def read(self, outputs: ModelOutput) -> None:
+        """Take the taps out of what a forward returned, if it is read through its outputs."""
+        if not self.reads_outputs:
+            return
+        found = outputs.get("hidden_states") or ()
+        if len(found) != self._num_states:
+            raise ValueError(
+                f"A compiled target is read through its hidden states; this one returns "
+                f"{len(found)} of them and has {self._num_states - 1} layers. Give the uncompiled "
+                "target."
+            )
+        for tap, layer in enumerate(self._layer_ids):
+            self._read(tap, found[layer + 1])
 
     def clear(self) -> None:
         """Forget what was read."""
@@ -105,8 +160,7 @@ class TargetTaps:
         if not all(self._states):
             raise ValueError(
                 "The target ran without its tapped layers being seen. A forward that was compiled "
-                "before may skip hooks: give the uncompiled target, or call torch._dynamo.reset() "
-                "before the first generate with a drafter."
+                "in a way not recognised here skips hooks: give the uncompiled target."
             )
         taps = [
             states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states
