@@ -301,7 +301,7 @@ def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
         (["data", *target], "No prompts"),
         (["data", *target, "--prompts", str(empty)], "holds no prompt"),
         (
-            ["data", *target, "--prompts", str(prompts)],
+            ["data", *target, "--prompts", str(prompts), "--max-new-tokens", "9"],
             "prompts.jsonl:11: not JSON",
         ),
         (["data", *target, "--invent", "2", "--starters", str(empty)], "holds no starter"),
