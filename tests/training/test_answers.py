@@ -186,7 +186,7 @@ def test_earlier_answers_are_learned_where_the_prompt_repeats_them(template, kep
         return [answers_module.Answer(ids, "stop") for _ in prompts]
 
     monkeypatch.setattr(answers_module, "answer_batch", answer)
-    (row,) = converse(None, tokenizer, TALKS[:1], GREEDY)
+    (row,) = converse(make_stopping_target(), tokenizer, TALKS[:1], GREEDY)
     texts = [tokenizer.decode(row["input_ids"][a:b]) for a, b in row["assistant_spans"]]
     assert texts == ["hello<e>", "bye<e>"][-kept:]
 

@@ -112,8 +112,8 @@ def test_prepared_rows_are_taken_as_they_are():
 BAD = {
     "{": "not JSON",
     "[1]": "expected a JSON object, found list",
-    "{}": "an empty object",
-    '{"txt": "a"}': r"found \['txt'\]",
+    "{}": r"found \{\}",
+    '{"txt": "a"}': r"found \{txt: str\}",
     '{"messages": []}': "needs a conversation",
     '{"messages": "hi"}': "needs a conversation",
     '{"messages": [{"role": "user", "content": ""}]}': "a turn needs a role and text",

@@ -301,7 +301,7 @@ def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
         (["data", *target], "No prompts"),
         (["data", *target, "--prompts", str(empty)], "holds no prompt"),
         (
-            ["data", *target, "--prompts", str(prompts)],
+            ["data", *target, "--prompts", str(prompts), "--max-new-tokens", "9"],
             "prompts.jsonl:11: not JSON",
         ),
         (["data", *target, "--invent", "2", "--starters", str(empty)], "holds no starter"),
@@ -311,7 +311,7 @@ def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
             ["data", *target, "--invent", "2", "--temperature", "1", "--temperature", "1"],
             "each one once",
         ),
-        (["data", *target, "--prompts", str(prompts), "--max-new-tokens", "255"], ":1: 7 prompt"),
+        (["data", *target, "--prompts", str(prompts), "--max-new-tokens", "255"], ":1: 8 prompt"),
         (["data", *target[2:], "--target", str(empty), "--invent", "2"], "neither an existing"),
         (["data", *target[:3], str(empty), "--invent", "2"], "is a file; give a folder"),
         (["train", str(tmp_path / "no.yaml")], "No such file"),

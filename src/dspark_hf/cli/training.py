@@ -45,12 +45,14 @@ def run_data(
             "Save one with the tokenizer (tokenizer.chat_template), or train on rows with `text`."
         )
 
+    template = {} if plan.thinking is None else {"enable_thinking": plan.thinking}
+
     def check(messages: list[dict[str, str]]) -> None:
         system = [message for message in messages if message["role"] == "system"]
         first = next(message for message in messages if message["role"] == "user")
         try:
             prompt = tokenizer.apply_chat_template(
-                [*system, first], add_generation_prompt=True, return_dict=False
+                [*system, first], add_generation_prompt=True, return_dict=False, **template
             )
         except TemplateError as error:
             raise ValueError(f"the target's chat template refuses it ({error}).") from error
@@ -97,7 +99,7 @@ def _starters(path: Path | None, invent: int) -> list[str]:
         return [""]
     if not invent:
         raise ValueError("--starters begin prompts that the target invents; give --invent N too.")
-    # A line is one starter; line breaks inside it are written as \\n.
+    # A line is one starter; line breaks inside it are written as \n.
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
     if not lines:
         raise ValueError(f"{path} holds no starter.")

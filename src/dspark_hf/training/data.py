@@ -202,8 +202,8 @@ def make_example(
     assistant turn is what rendering adds behind the prompt that generation would start from.
 
     Raises:
-        [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; a conversation that the
-            template refuses; or a template without marks that renders a conversation differently
+        [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; a conversation that
+            the template refuses; or a template without marks that renders it differently
             once more turns follow.
     """
     if "input_ids" in row:

@@ -276,6 +276,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     block_size = config.drafter.get("block_size", 7)
     train, validation = load_examples(config, tokenizer, block_size, console)
     _check_against_target(arguments, target, train, validation)
+    facts = _card_facts(config, arguments, train)
     torch.manual_seed(arguments.seed)
     drafter = make_drafter(config, target, train, console).to(arguments.device)
     caches = _caches(config, arguments, target, drafter, (train, validation), console, assume_yes)
@@ -304,7 +305,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
-        "training": _card_facts(config, arguments, train, trainer.state.global_step),
+        "training": {**facts, "steps": trainer.state.global_step},
         "processes": arguments.world_size,
         "examples": len(train),
         "answer_tokens": sum(sum(example.loss_mask) for example in train.examples),
@@ -321,7 +322,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
 
 
 def _card_facts(
-    config: RunConfig, arguments: TrainingArguments, train: DraftDataset, steps: int
+    config: RunConfig, arguments: TrainingArguments, train: DraftDataset
 ) -> dict[str, Any]:
     """What a model card says about the training, by the words that stand in it."""
     facts: dict[str, Any] = {
@@ -331,7 +332,6 @@ def _card_facts(
         "started from": _public_name(config.init_from) if config.init_from else "random weights",
         "examples": len(train),
         "answer tokens": sum(sum(example.loss_mask) for example in train.examples),
-        "steps": steps,
         "examples per step": arguments.train_batch_size
         * arguments.gradient_accumulation_steps
         * arguments.world_size,
@@ -341,9 +341,9 @@ def _card_facts(
     if provenance.is_file():
         made = json.loads(provenance.read_text(encoding="utf-8"))
         facts["answers"] = "the target's own"
-        facts["temperatures of the answers"] = ", ".join(map(str, made["temperatures"]))
-        said = {None: "not said to the template", True: "on", False: "off"}
-        facts["thinking"] = said[made["thinking"]]
+        facts["temperatures of the answers"] = ", ".join(map(str, made.get("temperatures", ())))
+        thinking = made.get("thinking")
+        facts["thinking"] = "as the template has it" if thinking is None else thinking
     return facts
 
 
