@@ -290,6 +290,16 @@ def test_export_copies_the_matrices_of_a_target(pair, tmp_path):
     assert "trained for another target" in str(result.exception)
 
 
+def test_export_of_an_eagle3_drafter(tmp_path):
+    """The class follows from the files; one chain in SGLang."""
+    from test_speculators_eagle3 import GOLDEN, PER_TAP
+
+    options = ("--layout", "eagle3", "--target-name", "o/t")
+    output = run("export", str(GOLDEN / PER_TAP), str(tmp_path / "out"), *options)
+    assert "--speculative-algorithm EAGLE3" in output
+    assert json.loads(run("inspect", str(tmp_path / "out"), "--json"))["dialect"] == "eagle3"
+
+
 def test_probe_prints_its_evidence(pair, tmp_path):
     """Table and JSON; nothing is decided by a drafter of random weights."""
     path = tmp_path / "probe.json"

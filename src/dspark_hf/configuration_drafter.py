@@ -140,7 +140,7 @@ class DrafterConfig(PreTrainedConfig):
             require_int("backbone_config.sliding_window", backbone.sliding_window, minimum=1)
 
     def _validate_rotary(self) -> None:
-        rope = self.backbone_config.rope_parameters
+        rope = self.backbone_config.rope_parameters or {}
         # Some classes have a set for each type of layer.
         sets = [rope] if "rope_theta" in rope else rope.values()
         for parameters in (part for part in sets if isinstance(part, dict)):

@@ -24,6 +24,7 @@ _OPTIONAL = (
     "use_sliding_window",
     "max_window_layers",
 )
+BODY_KEYS = (*_DIMENSIONS, *_OPTIONAL)
 # Rotary types whose frequencies do not depend on how long the text is: keys that were rotated once
 # stay right.
 _STATIC_ROTARY = ("default", "linear", "yarn", "llama3")

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from ..configuration_dspark import DSparkConfig
 from ..configuration_eagle3 import Eagle3Config
-from .qwen3_body import check_layer_types, read_rotary
+from .qwen3_body import BODY_KEYS, check_layer_types, read_rotary
 from .reading import (
     ConfigReader,
     Reading,
@@ -21,23 +21,6 @@ from .reading import (
 )
 
 _BODY = "transformer_layer_config"
-_BODY_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "attention_bias",
-    "attention_dropout",
-    "layer_types",
-    "sliding_window",
-    "use_sliding_window",
-)
 _BODY_TYPES = ("qwen3", "llama")
 _CONTAINER_KEYS = (
     "architectures",
@@ -163,7 +146,7 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
             f"{reader.source}: {_BODY}.model_type is {model_type!r}; speculators draft layers are "
             f"read over {' or '.join(_BODY_TYPES)} configs."
         )
-    reader.ignore(*(f"{_BODY}.{key}" for key in (*_BODY_KEYS, "model_type", "vocab_size")))
+    reader.ignore(*(f"{_BODY}.{key}" for key in (*BODY_KEYS, "model_type", "vocab_size")))
     if "num_hidden_layers" in raw:
         check_depth(reader, raw["num_hidden_layers"])
     rope = read_rotary(reader, prefix=f"{_BODY}.", default_theta=_DEFAULT_THETA)
@@ -171,7 +154,7 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
         key: value for key, value in raw.items() if not key.startswith(("rope_", "model_type"))
     }
     complete = AutoConfig.for_model(model_type, **plain)
-    values = ((key, getattr(complete, key, None)) for key in (*_BODY_KEYS, "vocab_size"))
+    values = ((key, getattr(complete, key, None)) for key in (*BODY_KEYS, "vocab_size"))
     fields: dict[str, Any] = {key: value for key, value in values if value is not None}
     # The host forgets the window of a config without `use_sliding_window`; so does the package that
     # wrote it, and its layers then see everything in both directions.
