@@ -9,9 +9,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspark_hf import DSparkDrafter, collect_statistics
+from dspark_hf import DSparkDrafter, collect_statistics, measure_throughput
 from dspark_hf.cli.models import shipped_drafter, smollm2_source
-from dspark_hf.scheduling.profiling import measure_throughput
 
 target_name, drafter_name = (
     sys.argv[1:3] if len(sys.argv) > 2 else (smollm2_source(), shipped_drafter())

@@ -19,11 +19,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from dspark_hf import collect_statistics
-from dspark_hf.training.build import build_drafter
+from dspark_hf import DSparkTrainer, build_drafter, collect_statistics
 from dspark_hf.training.collecting import CollectionPlan, collect
 from dspark_hf.training.data import DraftDataset, make_example, usable_rows
-from dspark_hf.training.trainer import DSparkTrainer
 
 # Hidden size, target layers, target steps, drafter steps.
 SIZES = {"small": (64, 3, 150, 150), "full": (160, 5, 300, 400)}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from dspark_hf import DSparkConfig, DSparkDrafter
-from tiny import make_drafter
+from tiny import make_drafter, make_target
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 # What a config that was copied from a Qwen3.5 target carries along.
@@ -146,3 +146,120 @@ def flat_names(name: str) -> str:
     if name.startswith("markov_head."):
         return name.removeprefix("markov_head.")
     return name.replace("confidence_head.proj.", "confidence_proj.")
+
+
+# -- one file of each layout, with the drafter that it holds
+
+NO_HEADS = {"markov": None, "confidence": False}
+
+
+def zlab(folder, nested=False, windows=(None, None), **changes):
+    """z-lab DFlash: block_size at the top level in older files, in dflash_config in newer ones."""
+    drafter = make_block_drafter(
+        windows, **NO_HEADS, anchor_predicts=False, sliding_window_per_slot=True
+    )
+    place = {"block_size": drafter.config.block_width}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        **body_keys(drafter),
+        **({} if nested else place),
+        "dflash_config": dflash_section(drafter, **(place if nested else {})),
+        **changes,
+    }
+    return publish(folder, drafter, config), drafter
+
+
+def specforge(folder, head="vanilla", top_level=False, old_name=False, with_markov=True):
+    """SpecForge DSpark: the heads' keys inside dflash_config; very early files say logit_head."""
+    drafter = make_block_drafter(markov=head)
+    if not with_markov:
+        fields = {**drafter.config.to_dict(), "confidence_head_with_markov": False}
+        torch.manual_seed(8)
+        drafter = DSparkDrafter(type(drafter.config)(**fields)).eval()
+    keys = {
+        **dflash_section(drafter),
+        **head_keys(drafter, confidence_head_with_markov=True if with_markov else ...),
+    }
+    keys = {name: value for name, value in keys.items() if value is not ...}
+    config = {
+        "architectures": ["DSparkDraftModel"],
+        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+        **body_keys(drafter),
+        "block_size": drafter.config.block_size,
+        **(keys if top_level else {}),
+        "dflash_config": {
+            **keys,
+            "projector_type": "dspark",
+            "attention_mode": "gqa",
+            "confidence_head_alpha": 1.0,
+        },
+    }
+
+    def rename(name):
+        return name.replace("markov_head.", "logit_head.") if old_name else name
+
+    return publish(folder, drafter, config, rename), drafter
+
+
+def modelopt(folder, head="vanilla", swa=None, shift_label=True, **section):
+    """ModelOpt DSpark: flat tensor names; a window may apply to all layers."""
+    drafter = make_block_drafter(
+        (swa, swa),
+        markov=head,
+        anchor_predicts=bool(shift_label),
+        causal_layers=[0, 1] if section.get("causal") else None,
+    )
+    width = drafter.config.block_width
+    window = {"use_swa": True, "swa_window_size": swa} if swa else {}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **body_keys(drafter, layer_types=["full_attention"] * 2, use_sliding_window=False),
+        "block_size": width,
+        "dflash_config": dflash_section(
+            drafter,
+            projector_type="dspark",
+            shift_label=shift_label,
+            markov_rank=8,
+            markov_head_type=head,
+            use_confidence_head=True,
+            **window,
+            **section,
+        ),
+    }
+    return publish(folder, drafter, config, flat_names), drafter
+
+
+def lfm2(folder, **changes):
+    """LiquidAI LFM2.5: interleaved rotary pairs, heads at the top level."""
+    drafter = make_block_drafter()
+    keys = head_keys(drafter, enable_confidence_head=..., confidence_head_with_markov=...)
+    config = {
+        "architectures": ["Lfm2DSparkDraftModel"],
+        **body_keys(drafter, num_target_layers=...),
+        "block_size": drafter.config.block_size,
+        "dflash_config": dflash_section(drafter, num_target_layers=4),
+        "rope_is_neox_style": False,
+        **keys,
+        **changes,
+    }
+    return publish(folder, drafter, config, **interleaved(drafter)), drafter
+
+
+def deepspec(folder, stored=False, **changes):
+    """DeepSpec keys as others use them: MiniCPM5 drops both matrices, satgeze keeps residue."""
+    drafter = make_block_drafter()
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        **body_keys(drafter),
+        "block_size": drafter.config.block_size,
+        **dflash_section(drafter),
+        **head_keys(drafter),
+        **changes,
+    }
+    extra = {}
+    if stored:
+        target = make_target()
+        extra["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+        extra["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return publish(folder, drafter, config, **extra), drafter

@@ -284,6 +284,10 @@ def test_export_copies_the_matrices_of_a_target(pair, tmp_path):
     run("export", str(tmp_path / "bare"), str(tmp_path / "out"), "--copy-from", pair["target"])
     facts = json.loads(run("inspect", str(tmp_path / "out"), "--json"))
     assert facts["bound_from_target"] == []
+    make_target(vocab_size=60).save_pretrained(tmp_path / "other")
+    options = ("--copy-from", str(tmp_path / "other"))
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "bare"), str(tmp_path), *options])
+    assert "trained for another target" in str(result.exception)
 
 
 def test_probe_prints_its_evidence(pair, tmp_path):
@@ -303,7 +307,7 @@ def test_probe_prints_its_evidence(pair, tmp_path):
 
 def test_a_silent_checkpoint_is_probed_once_and_it_is_said(pair, tmp_path, caplog):
     """A Markov head without a confidence head under a DFlash label may be either layout."""
-    from test_layouts import deepspec
+    from published import deepspec
 
     folder, _ = deepspec(tmp_path, architectures=["DFlashDraftModel"], enable_confidence_head=False)
     from checkpoints import edit_tensors
@@ -317,7 +321,7 @@ def test_a_silent_checkpoint_is_probed_once_and_it_is_said(pair, tmp_path, caplo
 
 
 def test_inspect_can_be_told_the_layout(pair, tmp_path):
-    from test_layouts import zlab
+    from published import zlab
 
     folder, _ = zlab(tmp_path)
     told = json.loads(run("inspect", str(folder), "--layout", "anchor_first", "--json"))

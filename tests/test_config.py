@@ -19,10 +19,19 @@ REQUIRED = (
     "target_hidden_size",
     "vocab_size",
 )
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def fields(**changes):
-    return {**make_drafter().config.to_dict(), **changes}
+    """A drafter's config with some fields changed, nested ones by a dotted path."""
+    raw = make_drafter().config.to_dict()
+    for path, value in changes.items():
+        *outer, key = path.split(".")
+        section = raw
+        for name in outer:
+            section = section[name]
+        section[key] = value
+    return raw
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -49,6 +58,21 @@ def test_trained_facts_have_no_default(name):
         ({"markov_rank": -1}, "markov_rank must be an integer of at least 0, found -1"),
         ({"confidence_head": False}, "confidence_head_with_markov is set, .*head=False"),
         ({"final_logit_softcapping": -30.0}, "must be positive or None, found -30.0"),
+        ({"final_logit_softcapping": float("inf")}, "must be positive or None, found inf"),
+        ({"anchor_predicts": "false"}, "anchor_predicts must be true or false, found 'false'"),
+        ({"stores_input_embeddings": 1}, "stores_input_embeddings must be true or false, found 1"),
+        (
+            {"backbone_config.rope_parameters": {**PLAIN, "rope_theta": -1.0}},
+            "rope_theta must be a positive number, found -1.0",
+        ),
+        (
+            {"backbone_config.rope_parameters": {**PLAIN, "rope_type": "dynamic", "factor": 2.0}},
+            "rope_type is 'dynamic', whose frequencies depend on the length",
+        ),
+        (
+            {"backbone_config.layer_types": ["chunked_attention"] * 2},
+            r"layer_types has \['chunked_attention'\]; draft layers are full_attention or",
+        ),
         ({"backbone_config": {}}, "model_type is None; draft layers can be built for"),
         ({"backbone_config": AutoConfig.for_model("llama")}, "model_type is 'llama'; draft"),
         ({"markov_head_type": "cond"}, "markov_head_type is 'cond'"),

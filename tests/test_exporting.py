@@ -249,7 +249,7 @@ def test_gemma_and_nameless_targets_as_speculators(tmp_path):
 
 @pytest.mark.parametrize("layout", ["gguf", "", None])
 def test_unknown_layouts(tmp_path, layout):
-    with pytest.raises(ValueError, match="can be written as 'deepspec', 'speculators', 'dspark'"):
+    with pytest.raises(ValueError, match="written as 'deepspec', 'speculators', 'eagle3',"):
         export_drafter(make_drafter(), tmp_path / "out", layout)
 
 

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from .modeling_eagle3 import Eagle3Drafter
     from .probing import probe_layout
     from .scheduling.calibration import Calibration
+    from .scheduling.policy import VerificationPolicy
+    from .scheduling.profiling import measure_throughput
     from .scheduling.throughput_profile import ThroughputProfile
+    from .training.build import build_drafter, build_eagle3
+    from .training.trainer import DSparkTrainer
 
 __version__ = "0.1.0"
 
@@ -33,6 +37,7 @@ _NAMES = {
     "DSparkConfig": "configuration_dspark",
     "DSparkDecoderOnlyOutput": "generation.outputs",
     "DSparkDrafter": "modeling_dspark",
+    "DSparkTrainer": "training.trainer",
     "DraftBlock": "drafting",
     "DraftContext": "drafting",
     "Eagle3Config": "configuration_eagle3",
@@ -41,8 +46,12 @@ _NAMES = {
     "Statistics": "generation.statistics",
     "ThroughputProfile": "scheduling.throughput_profile",
     "UnsupportedCheckpointError": "loading.detection",
+    "VerificationPolicy": "scheduling.policy",
+    "build_drafter": "training.build",
+    "build_eagle3": "training.build",
     "collect_statistics": "generation.statistics",
     "export_drafter": "exporting.export",
+    "measure_throughput": "scheduling.profiling",
     "probe_layout": "probing",
 }
 
@@ -52,6 +61,7 @@ __all__ = [
     "DSparkConfig",
     "DSparkDecoderOnlyOutput",
     "DSparkDrafter",
+    "DSparkTrainer",
     "DraftBlock",
     "DraftContext",
     "Eagle3Config",
@@ -60,8 +70,12 @@ __all__ = [
     "Statistics",
     "ThroughputProfile",
     "UnsupportedCheckpointError",
+    "VerificationPolicy",
+    "build_drafter",
+    "build_eagle3",
     "collect_statistics",
     "export_drafter",
+    "measure_throughput",
     "probe_layout",
 ]
 

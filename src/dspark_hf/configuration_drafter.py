@@ -1,9 +1,12 @@
 """`DrafterConfig`: the trained facts that every kind of drafter has."""
 
+import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+# Rotary types that are no drafter's: keys that were rotated once would go wrong.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
 BACKBONES = ("qwen3", "gemma4_text", "deepseek_v4")
 
 
@@ -24,6 +27,9 @@ class DrafterConfig(PreTrainedConfig):
         "target_hidden_size",
         "vocab_size",
     )
+
+    # Facts that are true or false.
+    flags: ClassVar[tuple[str, ...]] = ("stores_input_embeddings", "stores_output_embeddings")
 
     def __init__(
         self,
@@ -98,12 +104,17 @@ class DrafterConfig(PreTrainedConfig):
                 f"backbone_config.model_type is {self.backbone_config.model_type!r}; draft layers "
                 f"can be built for {', '.join(map(repr, self.backbones))}."
             )
+        for name in self.flags:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}.")
         self._validate_layer_sizes()
+        self._validate_layer_types()
+        self._validate_rotary()
         self._validate_draft_vocabulary()
         self._validate_taps()
         cap = self.final_logit_softcapping
-        if cap is not None and not cap > 0:
-            raise ValueError(f"final_logit_softcapping must be positive or None, found {cap}.")
+        if cap is not None and not is_positive(cap):
+            raise ValueError(f"final_logit_softcapping must be positive or None, found {cap!r}.")
 
     def _validate_layer_sizes(self) -> None:
         names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
@@ -114,6 +125,36 @@ class DrafterConfig(PreTrainedConfig):
             value = getattr(self.backbone_config, name, None)
             if value is not None:
                 require_int(f"backbone_config.{name}", value, minimum=1)
+
+    def _validate_layer_types(self) -> None:
+        backbone = self.backbone_config
+        if backbone.model_type not in ("qwen3", "llama"):
+            return
+        kinds = set(getattr(backbone, "layer_types", None) or ())
+        if not kinds <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"backbone_config.layer_types has {sorted(kinds)}; draft layers are full_attention "
+                "or sliding_attention."
+            )
+        if "sliding_attention" in kinds:
+            require_int("backbone_config.sliding_window", backbone.sliding_window, minimum=1)
+
+    def _validate_rotary(self) -> None:
+        rope = self.backbone_config.rope_parameters
+        # Some classes have a set for each type of layer.
+        sets = [rope] if "rope_theta" in rope else rope.values()
+        for parameters in (part for part in sets if isinstance(part, dict)):
+            theta, kind = parameters.get("rope_theta"), parameters.get("rope_type")
+            if theta is not None and not is_positive(theta):
+                raise ValueError(
+                    f"rope_theta must be a positive number, found {theta!r}. It must be the value "
+                    "the drafter was trained with."
+                )
+            if kind in _LENGTH_DEPENDENT:
+                raise ValueError(
+                    f"rope_type is {kind!r}, whose frequencies depend on the length of the text; "
+                    "a drafter's context is rotated once and stays as it is."
+                )
 
     def _validate_draft_vocabulary(self) -> None:
         if self.draft_vocab_size is None:
@@ -145,6 +186,11 @@ class DrafterConfig(PreTrainedConfig):
                 f"layers has layers 0 to {self.num_target_layers - 1}. If the ids count hidden "
                 "states (0 = embedding), subtract 1 from each."
             )
+
+
+def is_positive(value: Any) -> bool:
+    """Whether this is a positive finite number, and not merely something like one."""
+    return isinstance(value, int | float) and value is not True and 0 < value < math.inf
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

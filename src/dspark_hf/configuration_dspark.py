@@ -74,6 +74,15 @@ class DSparkConfig(DrafterConfig):
 
     model_type = "dspark"
     required_facts: ClassVar[tuple[str, ...]] = ("mask_token_id", *DrafterConfig.required_facts)
+    flags: ClassVar[tuple[str, ...]] = (
+        *DrafterConfig.flags,
+        "anchor_predicts",
+        "confidence_head",
+        "confidence_head_with_markov",
+        "confidence_head_bias",
+        "sliding_window_per_slot",
+        "unscaled_input_embeddings",
+    )
 
     def __init__(
         self,

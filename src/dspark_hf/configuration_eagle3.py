@@ -54,6 +54,7 @@ class Eagle3Config(DrafterConfig):
     # Drafts one token after the other, so no slot of a block waits for its token.
     mask_token_id = None
     backbones = (*DrafterConfig.backbones, "llama")
+    flags = (*DrafterConfig.flags, "norm_before_residual", "recycles_normed_output")
 
     # The host makes a constructor of its own for config classes that define none.
     def __init__(

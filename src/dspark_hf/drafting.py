@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, LogitsProcessorList
 
 from .backbones.context_cache import ContextLayer
 
@@ -119,3 +119,66 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
 def sample(probs: torch.Tensor) -> torch.Tensor:
     """Draw one token per row from probabilities `(R, V)`; returns `(R,)`."""
     return torch.multinomial(probs, num_samples=1).squeeze(-1)
+
+
+class DraftPath:
+    """
+    The left-to-right half of drafting: scores in, one token per row at a time out.
+
+    Args:
+        context ([`DraftContext`]): its first scores are looked at for NaN.
+        anchor_ids (`torch.Tensor` of shape `(R,)`): last committed tokens.
+        do_sample (`bool`): sample the tokens, or take the argmax.
+        logits_processor (`LogitsProcessorList`, *optional*):
+            applied at each position along the drafted path, as the target side will.
+        input_ids (`torch.Tensor` of shape `(R, length)`, *optional*):
+            all committed tokens up to the anchor; what the processors see in front of the path.
+
+    Attributes:
+        previous (`torch.Tensor` of shape `(R,)`): the last token of the path, at first the anchor.
+        tokens, logits (`list[torch.Tensor]`):
+            `(R,)` tokens taken and the `(R, V)` scores that they were taken from.
+    """
+
+    def __init__(
+        self,
+        context: DraftContext,
+        anchor_ids: torch.Tensor,
+        do_sample: bool = False,
+        logits_processor: LogitsProcessorList | None = None,
+        input_ids: torch.Tensor | None = None,
+    ):
+        self.previous = anchor_ids
+        self.tokens: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self._context = context
+        self._do_sample = do_sample
+        self._processors = logits_processor or None
+        self._text = anchor_ids[:, None] if input_ids is None else input_ids.to(anchor_ids.device)
+
+    def take(self, scores: torch.Tensor) -> torch.Tensor:
+        """
+        The next token of each row `(R,)`, from scores `(R, V)`.
+
+        Raises:
+            `ValueError`: the first scores of a context contain NaN.
+        """
+        if not self._context.is_checked:
+            # Once per context: it waits for the device, and a drafter that is broken is so from the
+            # start.
+            if bool(torch.isnan(scores).any()):
+                raise ValueError(
+                    "The drafter's logits contain NaN. Its weights or its dtype do not fit this "
+                    "target: load it with the target's dtype, and check the checkpoint with "
+                    "`dspark-hf inspect`."
+                )
+            self._context.is_checked = True
+        if self._processors:
+            # Processors may write in place.
+            scores = self._processors(self._text, scores.clone())
+        self.previous = sample(probabilities(scores)) if self._do_sample else scores.argmax(dim=-1)
+        if self._processors:
+            self._text = torch.cat((self._text, self.previous[:, None]), dim=-1)
+        self.tokens.append(self.previous)
+        self.logits.append(scores)
+        return self.previous

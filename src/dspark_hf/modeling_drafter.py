@@ -8,7 +8,7 @@ import copy
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class DrafterModel(PreTrainedModel):
         *,
         input_embeddings: nn.Module | None = None,
         output_embeddings: nn.Module | None = None,
-    ) -> "DrafterModel":
+    ) -> Self:
         """
         Share the embedding and the head of a target, given as a model or as modules.
 
@@ -271,7 +271,7 @@ class DrafterModel(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Self:
         """
         Load a drafter from a Hub id or a folder, in this library's layout or a published one.
 
@@ -306,15 +306,6 @@ class DrafterModel(PreTrainedModel):
         if push_to_hub:
             hub.setdefault("repo_id", os.path.basename(os.path.abspath(save_directory)))
             self.push_to_hub(**hub)
-
-
-def refuse_nan(*logits: torch.Tensor) -> None:
-    # Once per context: it waits for the device, and a drafter that is broken is so from the start.
-    if any(bool(torch.isnan(part).any()) for part in logits):
-        raise ValueError(
-            "The drafter's logits contain NaN. Its weights or its dtype do not fit this target: "
-            "load it with the target's dtype, and check the checkpoint with `dspark-hf inspect`."
-        )
 
 
 def _device_of(module: nn.Module, default: torch.device) -> torch.device:

@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from .backbones.block_mask import additive, block_mask
 from .configuration_dspark import DSparkConfig
-from .drafting import DraftBlock, DraftContext, probabilities, sample
+from .drafting import DraftBlock, DraftContext, DraftPath
 from .heads import ConfidenceHead, build_markov_head
-from .modeling_drafter import DrafterModel, refuse_nan
+from .modeling_drafter import DrafterModel
 
 
 class DSparkDrafter(DrafterModel):
@@ -141,30 +141,19 @@ class DSparkDrafter(DrafterModel):
                 All committed tokens up to the anchor; what the processors see in front of the
                 drafted path.
         """
-        hidden, confidence_features = self._run_block(context, anchor_ids.to(self.device))
-        hidden, state = self._skip_anchor_slot(hidden, anchor_ids.to(self.device))
+        anchor_ids = anchor_ids.to(self.device)
+        hidden, confidence_features = self._run_block(context, anchor_ids)
+        hidden, state = self._skip_anchor_slot(hidden, anchor_ids)
         base_logits = self._base_logits(context, hidden)
-        path = anchor_ids[:, None] if input_ids is None else input_ids
-        path = path.to(self.device)
-        previous = anchor_ids.to(self.device)
-        tokens, logits, embedded = [], [], []
+        path = DraftPath(context, anchor_ids, do_sample, logits_processor, input_ids)
+        embedded = []
         for k in range(self.config.block_size):
             scores = base_logits[:, k]
             if self.markov_head is not None:
-                embedded.append(self.markov_head.embed(previous))
-                bias, state = self.markov_head.step(previous, hidden[:, k], state)
+                embedded.append(self.markov_head.embed(path.previous))
+                bias, state = self.markov_head.step(path.previous, hidden[:, k], state)
                 scores = scores + bias.float()
-            scores = self._in_target_vocabulary(scores)
-            if not context.is_checked:
-                refuse_nan(scores, base_logits)
-                context.is_checked = True
-            if logits_processor:
-                # Processors may write in place.
-                scores = logits_processor(path, scores.clone())
-            previous = sample(probabilities(scores)) if do_sample else scores.argmax(dim=-1)
-            path = torch.cat((path, previous[:, None]), dim=-1) if logits_processor else path
-            tokens.append(previous)
-            logits.append(scores)
+            path.take(self._in_target_vocabulary(scores))
         confidence = None
         if self.confidence_head is not None:
             confidence = self.confidence_head(
@@ -172,7 +161,11 @@ class DSparkDrafter(DrafterModel):
                 torch.stack(embedded, dim=1) if embedded else None,
             )
         return DraftBlock(
-            torch.stack(tokens, dim=1), torch.stack(logits, dim=1), base_logits, hidden, confidence
+            tokens=torch.stack(path.tokens, dim=1),
+            logits=torch.stack(path.logits, dim=1),
+            base_logits=base_logits,
+            hidden_states=hidden,
+            confidence_logits=confidence,
         )
 
     def forward(

@@ -19,8 +19,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from .backbones import eagle3
 from .backbones.block_mask import additive
 from .configuration_eagle3 import Eagle3Config
-from .drafting import DraftBlock, DraftContext, probabilities, sample
-from .modeling_drafter import DrafterModel, refuse_nan
+from .drafting import DraftBlock, DraftContext, DraftPath
+from .modeling_drafter import DrafterModel
 
 
 class Eagle3Context(DraftContext):
@@ -202,38 +202,29 @@ class Eagle3Drafter(DrafterModel):
                 "the position before the anchor. Call drafter.extend first."
             )
         limit = self.config.block_size if context.limit is None else context.limit
-        path = (anchor_ids[:, None] if input_ids is None else input_ids).to(self.device)
-        previous, hidden = anchor_ids.to(self.device), context.last_hidden
-        tokens, logits, base_logits, states = [], [], [], []
+        path = DraftPath(
+            context, anchor_ids.to(self.device), do_sample, logits_processor, input_ids
+        )
+        hidden, base_logits, states = context.last_hidden, [], []
         rows = context.cache.layers[0]
         num_rows, visible = rows.length, rows.visible(0)
         try:
             for k in range(min(limit, self.config.block_size)):
-                hidden = self._run_row(context, previous, hidden, k, visible)
+                hidden = self._run_row(context, path.previous, hidden, k, visible)
                 # The row stays visible to the ones behind it, until the block is drafted.
                 rows.length += 1
                 states.append(self.norm(hidden))
                 if self.config.recycles_normed_output:
                     hidden = states[-1]
                 base_logits.append(self._base_logits(context, states[-1])[:, 0])
-                scores = self._in_target_vocabulary(base_logits[-1])
-                if not context.is_checked:
-                    refuse_nan(base_logits[-1])
-                    context.is_checked = True
-                if logits_processor:
-                    # Processors may write in place.
-                    scores = logits_processor(path, scores.clone())
-                previous = sample(probabilities(scores)) if do_sample else scores.argmax(dim=-1)
-                path = torch.cat((path, previous[:, None]), dim=-1) if logits_processor else path
-                tokens.append(previous)
-                logits.append(scores)
+                path.take(self._in_target_vocabulary(base_logits[-1]))
         finally:
             rows.length = num_rows
         return DraftBlock(
-            torch.stack(tokens, dim=1),
-            torch.stack(logits, dim=1),
-            torch.stack(base_logits, dim=1),
-            torch.cat(states, dim=1),
+            tokens=torch.stack(path.tokens, dim=1),
+            logits=torch.stack(path.logits, dim=1),
+            base_logits=torch.stack(base_logits, dim=1),
+            hidden_states=torch.cat(states, dim=1),
         )
 
     def forward(

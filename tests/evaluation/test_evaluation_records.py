@@ -64,6 +64,19 @@ def test_settings_are_compared_key_by_key(tmp_path):
     assert "device is None there and 'cpu' now" in text
 
 
+def test_a_full_disk_and_a_file_in_place_of_the_folder(tmp_path, monkeypatch):
+    folder = RecordFolder(tmp_path / "out", {})
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left.*answers before it are kept"):
+        folder.append(RECORD)
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        RecordFolder(tmp_path / "out" / "records.jsonl", {})
+
+
 def test_records_without_readable_settings_are_not_trusted(tmp_path):
     """Nobody knows what they depend on."""
     (tmp_path / "records.jsonl").write_text("")

@@ -38,12 +38,13 @@ def test_a_folder_is_one_set_a_file(tmp_path):
         ('{"prompt": "  "}', "found '  '"),
         ('["text"]', "text"),
         ("5", "5"),
+        (b'{"prompt": "\xff"}', "prompt"),
     ],
 )
 def test_a_row_without_text_is_named(tmp_path, row, found):
     """File and line, what was expected and what was found."""
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "fine"}\n\n' + row, encoding="utf-8")
+    path.write_bytes(b'{"prompt": "fine"}\n\n' + (row if isinstance(row, bytes) else row.encode()))
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: expected .*turns") as raised:
         read_prompts(path)
     assert found in str(raised.value)

@@ -6,11 +6,13 @@ from transformers import (
     DynamicCache,
     MambaConfig,
     MambaForCausalLM,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
+from batches import make_prompts, pad_left, script_rows
 from dspark_hf import collect_statistics
 from tiny import make_drafter, make_prompt, make_scripted, make_target
 
@@ -98,6 +100,57 @@ def test_other_cache_implementations_are_exact(implementation, num_right, recwar
         found = greedy(target, cache_implementation=implementation, assistant_model=drafter)
     assert torch.equal(found, expected)
     assert statistics.accepted == sum(statistics.verified_at[:num_right])
+
+
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache_on_a_cpu_is_refused_before_compute(implementation):
+    """B053: there is nothing to offload from, and the host says so in terms of its build."""
+    target = make_target("qwen3")
+    calls = forwards(target)
+    with pytest.raises(ValueError, match=rf"{implementation}.*target is on 'cpu'"):
+        greedy(target, cache_implementation=implementation, assistant_model=make_drafter())
+    assert not calls
+
+
+class Stream:
+    """Stands for a CUDA stream on a machine without one."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+
+@pytest.mark.parametrize("make_cache", [DynamicCache, StaticCache])
+def test_an_offloaded_cache_is_exact_and_waited_for(monkeypatch, make_cache):
+    """
+    B053: rows are moved in the tensors that the host copies in the background, so every forward
+    ends with these copies.
+    """
+    waited, target, prompts = [], make_target("qwen3"), make_prompts([6, 9, 3])
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(1))
+    length = {"max_cache_len": 40} if make_cache is StaticCache else {}
+    batch = pad_left(prompts)
+    expected = greedy(target, batch.pop("input_ids"), **batch)
+    texts = [row[9 - p.shape[1] :] for row, p in zip(expected, prompts, strict=True)]
+    cache = make_cache(config=target.config, offloading=True, **length)
+    calls = forwards(target)
+    found = greedy(
+        target,
+        pad_left(prompts)["input_ids"],
+        cache=cache,
+        assistant_model=script_rows(make_drafter(), texts, [4, 0, 2]),
+        **batch,
+    )
+    assert torch.equal(found, expected)
+    # The prefill moves nothing.
+    assert len(waited) == len(calls) - 1
 
 
 def forwards(target):

@@ -18,6 +18,7 @@ from test_sampling import (
 )
 from transformers import DynamicCache, LogitsProcessorList
 
+from batches import make_prompts, pad_left
 from dspark_hf import DSparkCandidateGenerator, DSparkDecoderOnlyOutput, collect_statistics
 from dspark_hf.generation.settings import DraftSettings
 from tiny import (
@@ -195,17 +196,16 @@ def test_blocks_of_a_block_drafter_stay_whole():
     assert drafter.draft(context, torch.tensor([5])).tokens.shape == (1, 4)
 
 
-def test_a_prompt_of_embeddings_alone(caplog):
+@pytest.mark.parametrize("lengths", [[6], [6, 2, 9]], ids=str)
+def test_prompts_of_embeddings_alone(caplog, lengths):
     """The text is exact, and the drafter starts behind the prompt; it is said once a call."""
-    target, prompt = make_target(), make_prompt()
-    expected = greedy(target, prompt)[:, 6:]
+    target, batch = make_target(), pad_left(make_prompts(lengths))
+    expected = greedy(target, batch["input_ids"], attention_mask=batch["attention_mask"])
     drafter = make_eagle3()
-    embeds = target.get_input_embeddings()(prompt)
+    embeds = target.get_input_embeddings()(batch.pop("input_ids"))
     with caplog.at_level(logging.WARNING), collect_statistics() as statistics:
-        output = target.generate(
-            inputs_embeds=embeds, max_new_tokens=TOKENS, do_sample=False, assistant_model=drafter
-        )
-    assert torch.equal(output, expected)
+        output = greedy(target, assistant_model=drafter, inputs_embeds=embeds, **batch)
+    assert torch.equal(output, expected[:, max(lengths) :])
     assert statistics.drafted > 0
     told = [record for record in caplog.records if "inputs_embeds alone" in record.message]
     assert len(told) == 1

@@ -221,14 +221,14 @@ def test_masked_positions_elsewhere_than_on_the_left(masked):
         assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("with_mask", [True, False])
+@pytest.mark.parametrize("mask_dtype", [torch.long, torch.bool, torch.float32, None])
 @pytest.mark.parametrize("with_positions", [True, False])
-def test_masks_and_positions_given_or_not(with_mask, with_positions):
+def test_masks_and_positions_given_or_not(mask_dtype, with_positions):
     """B059."""
     prompt, expected = reference("qwen3", "sdpa", 6, NEW_TOKENS)
     options = {}
-    if with_mask:
-        options["attention_mask"] = torch.ones_like(prompt)
+    if mask_dtype is not None:
+        options["attention_mask"] = torch.ones_like(prompt, dtype=mask_dtype)
     if with_positions:
         options["position_ids"] = torch.arange(6)[None]
     drafter = make_scripted(make_drafter(), expected, 3)

@@ -3,10 +3,14 @@
 import pytest
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -41,9 +45,9 @@ TARGETS = {
 }
 
 
-def check(target, num_rows=3, new_tokens=14, **options):
+def check(target, num_rows=3, new_tokens=14, prompts=None, **options):
     """Greedy equals plain generate for rows that are right 4, 0 and 2 times."""
-    prompts = make_prompts([6, 3, 8][:num_rows])
+    prompts = prompts or make_prompts([6, 3, 8][:num_rows])
     batch = pad_left(prompts)
     options = {"max_new_tokens": new_tokens, "do_sample": False, **options}
     expected = target.generate(**batch, **options)
@@ -65,14 +69,81 @@ def test_experts_and_sinks(name):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_adapter():
+def test_an_adapter_active_switched_off_and_merged():
     """B109."""
     from peft import LoraConfig, get_peft_model
 
     target = get_peft_model(make_target("qwen3"), LoraConfig(r=2, target_modules=["q_proj"]))
     layer = target.base_model.model.model.layers[0]
     torch.nn.init.normal_(layer.self_attn.q_proj.lora_B["default"].weight)
+    batch = pad_left(make_prompts([6]))
+    with target.disable_adapter():
+        check(target)
+        without = target(**batch).logits
     check(target)
+    adapted = target(**batch).logits
+    merged = target.merge_and_unload()
+    check(merged)
+    assert not torch.allclose(adapted, without, atol=1e-2)
+    torch.testing.assert_close(merged(**batch).logits, adapted, atol=1e-3, rtol=1e-3)
+
+
+IMAGE, IMAGE_START, IMAGE_END = 90, 91, 92
+PATCH = {"patch_size": 4, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+def qwen_with_images():
+    """Positions of three coordinates; an image of 4 x 4 patches is four tokens."""
+    vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config={**SHARED, "rope_parameters": rope},
+        vision_config={**vision, "intermediate_size": 48, "fullatt_block_indexes": [1]},
+        image_token_id=IMAGE,
+        vision_start_token_id=IMAGE_START,
+        vision_end_token_id=IMAGE_END,
+    )
+    images = {
+        "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+    }
+    return Qwen2_5_VLForConditionalGeneration(config), images, "mm_token_type_ids"
+
+
+def gemma_with_images():
+    """Sliding layers, and images that see themselves in both directions."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3Config(
+        text_config={**SHARED, "sliding_window": 8, "layer_types": layers},
+        vision_config={**PATCH, "hidden_size": 32, "intermediate_size": 48, "image_size": 16},
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=IMAGE_START,
+        eoi_token_index=IMAGE_END,
+    )
+    images = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    return Gemma3ForConditionalGeneration(config), images, "token_type_ids"
+
+
+@pytest.mark.parametrize("make", [qwen_with_images, gemma_with_images])
+@pytest.mark.parametrize("with_images", [False, True])
+def test_multimodal_targets(make, with_images):
+    """B158: taps of the text model; a row without an image beside two that have one."""
+    torch.manual_seed(0)
+    target, images, types = make()
+    target.eval()
+    with torch.no_grad():
+        for weight in target.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+    prompts = [prompt % 80 + 3 for prompt in make_prompts([6, 3, 8])]
+    options = {}
+    if with_images:
+        image = torch.tensor([[IMAGE_START, *[IMAGE] * 4, IMAGE_END]])
+        prompts[1:] = [torch.cat((p[:, :1], image, p[:, 1:]), dim=1) for p in prompts[1:]]
+        options = {**images, types: (pad_left(prompts)["input_ids"] == IMAGE).long()}
+    target.generation_config.pad_token_id = 0
+    check(target, prompts=prompts, **options)
 
 
 def test_layers_offloaded_by_accelerate(tmp_path):

@@ -19,6 +19,7 @@ from dspark_hf.pipelines import _load_drafter
 from tiny import make_drafter, make_prompt, make_scripted
 from tiny_v4 import (
     V4,
+    WINDOW,
     golden_target,
     load_golden_drafter,
     make_v4_drafter,
@@ -271,3 +272,22 @@ def test_several_rows():
     mask[0, :3] = 0
     with pytest.raises(ValueError, match="rows of equal length"):
         target.generate(prompts, attention_mask=mask, assistant_model=drafter, **options)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_of_a_long_prompt_only_the_window_is_held(chunk):
+    """The taps keep what a block can still see; positions count all of the prompt."""
+    prompt, expected = reference(40, 12)
+    drafter, seen = make_v4_drafter(), []
+    extend = drafter.extend
+
+    def record(context, features, **options):
+        seen.append((int(context.lengths[0]), features.shape[1]))
+        return extend(context, features, **options)
+
+    drafter.extend = record
+    output, _ = generate(
+        tiny_target(), prompt, drafter, max_new_tokens=12, prefill_chunk_size=chunk
+    )
+    assert torch.equal(output, expected)
+    assert seen[0] == (40 - WINDOW, WINDOW)

@@ -10,12 +10,12 @@ import random
 import shutil
 
 import pytest
-from test_layouts import lfm2, modelopt, specforge, zlab
 
 from checkpoints import GATED, GEMMA4, GOLDEN, VANILLA, copy_checkpoint, copy_folder, read_json
 from dspark_hf import DSparkConfig, DSparkDrafter, UnsupportedCheckpointError
 from dspark_hf.loading.checkpoint import read_facts
 from dspark_hf.loading.reading import UndecidedLayoutError
+from published import lfm2, modelopt, specforge, zlab
 from tiny import make_drafter
 
 SPECULATORS = GOLDEN.parent / "golden_speculators"

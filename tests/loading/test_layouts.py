@@ -14,130 +14,13 @@ from dspark_hf.loading.dialects import read_dialect
 from dspark_hf.loading.files import TensorInfo
 from published import (
     RESIDUE,
-    body_keys,
-    dflash_section,
-    flat_names,
-    head_keys,
-    interleaved,
-    make_block_drafter,
-    publish,
+    deepspec,
+    lfm2,
+    modelopt,
+    specforge,
+    zlab,
 )
 from tiny import HIDDEN, VOCAB, make_prompt, make_scripted, make_target
-
-NO_HEADS = {"markov": None, "confidence": False}
-
-
-def zlab(folder, nested=False, windows=(None, None), **changes):
-    """z-lab DFlash: block_size at the top level in older files, in dflash_config in newer ones."""
-    drafter = make_block_drafter(
-        windows, **NO_HEADS, anchor_predicts=False, sliding_window_per_slot=True
-    )
-    place = {"block_size": drafter.config.block_width}
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        **body_keys(drafter),
-        **({} if nested else place),
-        "dflash_config": dflash_section(drafter, **(place if nested else {})),
-        **changes,
-    }
-    return publish(folder, drafter, config), drafter
-
-
-def specforge(folder, head="vanilla", top_level=False, old_name=False, with_markov=True):
-    """SpecForge DSpark: the heads' keys inside dflash_config; very early files say logit_head."""
-    drafter = make_block_drafter(markov=head)
-    if not with_markov:
-        fields = {**drafter.config.to_dict(), "confidence_head_with_markov": False}
-        torch.manual_seed(8)
-        drafter = DSparkDrafter(type(drafter.config)(**fields)).eval()
-    keys = {
-        **dflash_section(drafter),
-        **head_keys(drafter, confidence_head_with_markov=True if with_markov else ...),
-    }
-    keys = {name: value for name, value in keys.items() if value is not ...}
-    config = {
-        "architectures": ["DSparkDraftModel"],
-        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
-        **body_keys(drafter),
-        "block_size": drafter.config.block_size,
-        **(keys if top_level else {}),
-        "dflash_config": {
-            **keys,
-            "projector_type": "dspark",
-            "attention_mode": "gqa",
-            "confidence_head_alpha": 1.0,
-        },
-    }
-
-    def rename(name):
-        return name.replace("markov_head.", "logit_head.") if old_name else name
-
-    return publish(folder, drafter, config, rename), drafter
-
-
-def modelopt(folder, head="vanilla", swa=None, shift_label=True, **section):
-    """ModelOpt DSpark: flat tensor names; a window may apply to all layers."""
-    drafter = make_block_drafter(
-        (swa, swa),
-        markov=head,
-        anchor_predicts=bool(shift_label),
-        causal_layers=[0, 1] if section.get("causal") else None,
-    )
-    width = drafter.config.block_width
-    window = {"use_swa": True, "swa_window_size": swa} if swa else {}
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        **body_keys(drafter, layer_types=["full_attention"] * 2, use_sliding_window=False),
-        "block_size": width,
-        "dflash_config": dflash_section(
-            drafter,
-            projector_type="dspark",
-            shift_label=shift_label,
-            markov_rank=8,
-            markov_head_type=head,
-            use_confidence_head=True,
-            **window,
-            **section,
-        ),
-    }
-    return publish(folder, drafter, config, flat_names), drafter
-
-
-def lfm2(folder, **changes):
-    """LiquidAI LFM2.5: interleaved rotary pairs, heads at the top level."""
-    drafter = make_block_drafter()
-    keys = head_keys(drafter, enable_confidence_head=..., confidence_head_with_markov=...)
-    config = {
-        "architectures": ["Lfm2DSparkDraftModel"],
-        **body_keys(drafter, num_target_layers=...),
-        "block_size": drafter.config.block_size,
-        "dflash_config": dflash_section(drafter, num_target_layers=4),
-        "rope_is_neox_style": False,
-        **keys,
-        **changes,
-    }
-    return publish(folder, drafter, config, **interleaved(drafter)), drafter
-
-
-def deepspec(folder, stored=False, **changes):
-    """DeepSpec keys as others use them: MiniCPM5 drops both matrices, satgeze keeps residue."""
-    drafter = make_block_drafter()
-    config = {
-        "architectures": ["Qwen3DSparkModel"],
-        **body_keys(drafter),
-        "block_size": drafter.config.block_size,
-        **dflash_section(drafter),
-        **head_keys(drafter),
-        **changes,
-    }
-    extra = {}
-    if stored:
-        target = make_target()
-        extra["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-        extra["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
-    return publish(folder, drafter, config, **extra), drafter
-
 
 LAYOUTS = {
     "zlab": ("dflash", zlab),
@@ -277,6 +160,13 @@ def test_block_layout_and_depth(tmp_path, name, anchor_predicts, slots):
     config = DSparkDrafter.from_pretrained(folder).config
     assert config.anchor_predicts is anchor_predicts
     assert (config.block_width, config.block_size) == (slots, 4)
+
+
+def test_a_repacked_drafter_keeps_its_causal_blocks(tmp_path):
+    """T13: SGLang's packaging lifts SpecForge's keys to the top and renames the architecture."""
+    folder, _ = deepspec(tmp_path, is_causal=True)
+    assert DSparkDrafter.from_pretrained(folder).config.causal_layers == [0, 1]
+    assert describe(str(folder))["origins"]["causal"] == "is_causal"
 
 
 def test_the_other_layout_can_be_forced(tmp_path):
@@ -544,6 +434,30 @@ def test_released_sizes_of_the_dflash_family():
     assert (len(state), total(state)) == (62, 615_221_249)
     assert (reading.config.block_size, reading.config.block_width) == (16, 16)
     assert reading.renames["markov_w2.weight"] == "markov_head.markov_w2.weight"
+
+
+def test_released_sizes_of_lfm2():
+    """What Liquid AI's cards say: 327.7 million elements for LFM2.5-2.6B, 295.7 for the 1.2B."""
+    raw = {
+        **SIZES_4B,
+        "architectures": ["Lfm2DSparkDraftModel"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "head_dim": 64,
+        "num_target_layers": 30,
+        "rope_is_neox_style": False,
+        "block_size": 9,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+    }
+    section = {"mask_token_id": 64402, "target_layer_ids": [2, 9, 17, 21, 27]}
+    for vocab_size, millions in ((128_000, 327.7), (65_536, 295.7)):
+        changed = {**raw, "vocab_size": vocab_size, "dflash_config": section}
+        reading, state = on_meta(changed, "lfm2", ("confidence_head.proj.bias",))
+        assert round(total(state) / 1e6, 1) == millions
+        assert reading.config.block_size == reading.config.block_width == 9
 
 
 def test_released_sizes_of_the_speculators_layout():

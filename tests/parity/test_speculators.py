@@ -256,6 +256,9 @@ def test_a_map_that_was_replaced(tmp_path):
     edit_tensors(folder, d2t=torch.zeros(23, dtype=torch.long))
     with pytest.raises(ValueError, match="d2t and t2d disagree"):
         DSparkDrafter.from_pretrained(folder)
+    edit_tensors(folder, d2t=torch.full((23,), 0.7))
+    with pytest.raises(ValueError, match="d2t is stored as F32; token ids are stored as I64"):
+        DSparkDrafter.from_pretrained(folder)
 
 
 def test_plain_rows_of_a_scaled_embedding():

@@ -184,13 +184,6 @@ def test_an_absent_residual_flag_is_said(tmp_path):
     assert difference(Eagle3Drafter.from_pretrained(folder), expected_of(LLAMA)) < TOLERANCE
 
 
-def test_a_head_without_its_norm_is_refused(tmp_path):
-    """T22: the same key means another thing in SpecForge's files."""
-    folder = chain_file(tmp_path, LLAMA, norm_output=False)
-    with pytest.raises(ValueError, match="norm_output is false"):
-        Eagle3Drafter.from_pretrained(folder)
-
-
 def test_the_other_class_names_the_right_one(tmp_path):
     for folder in (GOLDEN / LLAMA, chain_file(tmp_path, LLAMA)):
         with pytest.raises(UnsupportedCheckpointError, match=r"Load it with dspark_hf\.Eagle3"):

@@ -35,6 +35,32 @@ def alone(target, prompt, limit):
 PROMPTS = [[9, 12, 31], [5, 44, 71, 20, 8, 33, 60], [7], [50, 50], [66, 21, 6, 12]]
 
 
+def test_prompts_that_the_target_cannot_answer_are_errors():
+    target = make_stopping_target()
+    for prompt, message in (
+        ([80], "token 80, and the target knows 80 tokens"),
+        (
+            [5] * 217,
+            "217 prompt tokens and 40 new ones do not fit into the target's context of 256",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            answer_batch(target, make_tokenizer(), [[9], prompt], GREEDY)
+
+
+def test_a_conversation_ends_where_the_context_does():
+    """The turns before are kept; others of the batch go on."""
+    turn, long = ({"role": "user", "content": text} for text in ("why", "why" * 80))
+    rows = converse(
+        make_stopping_target(stops=(2,)),
+        make_tokenizer(),
+        [[turn, long], [turn]],
+        SamplingOptions(0.0, max_new_tokens=40),
+    )
+    assert [len(row["messages"]) for row in rows] == [2, 2]
+    assert all(row["input_ids"] for row in rows)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "gemma3", "mistral_swa"])
 def test_batches_answer_like_single_rows(family, monkeypatch):
     """Rows stop at different times, and strides are shorter than answers."""

@@ -64,32 +64,31 @@ SOME = torch.tensor([3, 5, 8, 13, 21])
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "copied"),
+    ("ours", "theirs", "anew"),
     [
-        (SOME, None, True),
-        (SOME, SOME, True),
-        (SOME[1:4], SOME, True),
-        (SOME, SOME + 1, False),
-        (None, SOME, False),
+        (SOME, None, 0),
+        (SOME, SOME, 0),
+        (SOME[1:4], SOME, 0),
+        (SOME, SOME + 1, 5),
+        (SOME, SOME - 5, 3),
+        (None, SOME, VOCAB - 5),
     ],
 )
-def test_markov_rows_follow_their_tokens(ours, theirs, copied):
+def test_markov_rows_follow_their_tokens(ours, theirs, anew):
     """The same number of other tokens has rows of the same shape, and they mean something else."""
     torch.manual_seed(1)
     source, drafter = build(draft_vocabulary=theirs), build(draft_vocabulary=ours)
     name = "markov_head.markov_w2.weight"
     before = drafter.state_dict()[name].clone()
     fresh = warm_start(drafter, source)
-    after = drafter.state_dict()[name]
-    assert (name in fresh) == (not copied)
-    if not copied:
-        assert torch.equal(after, before)
-        return
-    rows = source.state_dict()[name]
-    theirs = torch.arange(VOCAB) if theirs is None else theirs
-    for row, token in enumerate(ours.tolist()):
-        assert torch.equal(after[row], rows[theirs.tolist().index(token)])
-    assert torch.equal(drafter.draft_to_target, ours)
+    after, rows = drafter.state_dict()[name], source.state_dict()[name]
+    assert fresh == ([f"{name} ({anew} of {len(after)} rows)"] if anew else [])
+    ours, theirs = (range(VOCAB) if x is None else x.tolist() for x in (ours, theirs))
+    for row, token in enumerate(ours):
+        expected = rows[theirs.index(token)] if token in theirs else before[row]
+        assert torch.equal(after[row], expected)
+    if drafter.config.draft_vocab_size is not None:
+        assert drafter.draft_to_target.tolist() == ours
 
 
 def test_a_source_that_reads_the_target_differently_is_refused():

@@ -5,10 +5,15 @@ import socket
 
 import pytest
 import torch
-from torch import multiprocessing
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import distributed, multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from dspark_hf.training.data import DraftDataset, Example
-from small_runs import make_examples, make_trainer, weights
+from dspark_hf.training.data import DraftDataset, Example, collate
+from dspark_hf.training.objective import DSparkObjective
+from dspark_hf.training.trainer import check_sharding
+from small_runs import arguments, make_examples, make_trainer, weights
 from tiny import make_drafter
 
 
@@ -46,6 +51,36 @@ def step(folder, rows):
     return gradients, evaluation, report
 
 
+def sharded_step(folder, rank):
+    """Gradients of this process's half of the examples, of weights sharded over both of them."""
+    trainer = make_trainer(folder, train=uneven_examples())
+    drafter = trainer.drafter
+    whole = weights(drafter)
+    start = os.path.join(folder, "start")
+    # The first process writes.
+    drafter.save_pretrained(start)
+    distributed.barrier()
+    objective = DSparkObjective(drafter, num_anchors=32)
+    objective.num_processes = 2
+
+    def sum_over_processes(x):
+        x = x.clone()
+        distributed.all_reduce(x)
+        return x
+
+    objective.sum_over_processes = sum_over_processes
+    fully_shard(objective, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        for weight in objective.parameters():
+            weight.zero_()
+    trainer._load_from_checkpoint(start)
+    loaded = {name: weight.full_tensor() for name, weight in drafter.named_parameters()}
+    assert all(torch.equal(loaded[name], whole[name]) for name in loaded)
+    rows = [trainer.train_dataset[i] for i in (2 * rank, 2 * rank + 1)]
+    trainer._run(objective, collate(rows), 0)[0].backward()
+    return {name: weight.grad.full_tensor() for name, weight in drafter.named_parameters()}
+
+
 def run_rank(rank, port, folder):
     torch.set_num_threads(1)
     os.environ.update(
@@ -56,7 +91,8 @@ def run_rank(rank, port, folder):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    torch.save(step(folder, rows=2), os.path.join(folder, f"rank{rank}.pt"))
+    results = (*step(folder, rows=2), sharded_step(folder, rank))
+    torch.save(results, os.path.join(folder, f"rank{rank}.pt"))
     torch.distributed.destroy_process_group()
 
 
@@ -69,9 +105,55 @@ def test_gradients_and_reports_of_two_processes_equal_those_of_one(tmp_path):
     gradients, evaluation, report = step(tmp_path / "one", rows=4)
     assert any(gradient.any() for gradient in gradients.values())
     for rank in range(2):
-        theirs, their_evaluation, their_report = torch.load(tmp_path / f"rank{rank}.pt")
+        theirs, their_evaluation, their_report, sharded = torch.load(tmp_path / f"rank{rank}.pt")
         for name, gradient in gradients.items():
             torch.testing.assert_close(theirs[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+        assert set(sharded) == set(gradients)
+        for name, gradient in sharded.items():
+            torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-4, msg=name)
         assert their_evaluation == pytest.approx(evaluation, rel=1e-5)
         for name in ("cross_entropy", "total_variation", "expected_tau", "acceptance_4"):
             assert their_report[name] == pytest.approx(report[name], rel=1e-5), name
+
+
+@pytest.fixture
+def fsdp_variable(monkeypatch):
+    """The host writes this variable when it reads `fsdp`; other tests must not find it."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+
+
+def test_fsdp_is_refused_where_it_would_be_ignored(tmp_path, monkeypatch, fsdp_variable):
+    make_trainer(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="found 1 on cpu"):
+        make_trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({"auto_wrap_policy": "NO_WRAP"}, False),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, False),
+        (
+            {
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"],
+            },
+            True,
+        ),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}, True),
+    ],
+)
+def test_layers_are_not_sharded_one_by_one(tmp_path, options, is_refused, fsdp_variable):
+    class Accelerator:
+        distributed_type = DistributedType.FSDP
+
+        class state:
+            fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+
+    args = arguments(tmp_path, fsdp=True)
+    if is_refused:
+        with pytest.raises(ValueError, match="NO_WRAP"):
+            check_sharding(args, Accelerator())
+    else:
+        check_sharding(args, Accelerator())

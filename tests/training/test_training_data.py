@@ -63,6 +63,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert spans(one, tokenizer) == ["hello" + END]
 
 
+def test_a_conversation_that_the_template_refuses_is_named():
+    refusing = "{{ raise_exception('no system role') }}"
+    row = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(MalformedRow, match=r"f:1: the chat template refuses it \(no system role"):
+        make_example(row, "f:1", make_tokenizer(refusing), 50)
+
+
 def test_template_options_are_passed_on():
     tokenizer = make_tokenizer(THINKING)
     with pytest.raises(MalformedRow):
@@ -107,13 +114,13 @@ BAD = {
     "[1]": "expected a JSON object, found list",
     "{}": "an empty object",
     '{"txt": "a"}': r"found \['txt'\]",
-    '{"messages": []}': "needs `messages`",
-    '{"messages": "hi"}': "needs `messages`",
+    '{"messages": []}': "needs a conversation",
+    '{"messages": "hi"}': "needs a conversation",
     '{"messages": [{"role": "user", "content": ""}]}': "a turn needs a role and text",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a turn needs a role",
     '{"messages": ["hi"]}': "a turn needs a role",
-    '{"turns": []}': "needs `messages`",
-    '{"text": "  "}': "needs `messages`",
+    '{"turns": []}': "needs a conversation",
+    '{"text": "  "}': "needs a conversation",
     '{"input_ids": [1, -2], "assistant_spans": []}': "list of token ids",
     '{"input_ids": [1, 900], "assistant_spans": []}': "token id 900, but the tokenizer has 80",
     '{"input_ids": [1, 2]}': r"must be \[start, end\] pairs .* found \[None\]",

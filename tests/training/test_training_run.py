@@ -95,6 +95,12 @@ def test_the_commands_make_a_drafter_that_drafts(world, tmp_path):
     assert facts["steps"] == 2
     assert facts["config"]["drafter"] == DRAFTER
     assert facts["evaluation"]["eval_expected_tau"] >= 1
+    assert facts["training"]["target"] == "target"
+    assert facts["training"]["temperatures of the answers"] == "1.0"
+    card = ["export", str(tmp_path / "out"), str(tmp_path / "served")]
+    result = RUNNER.invoke(app, [*card, "--result", str(tmp_path / "out" / RESULT)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "| steps | 2 |" in (tmp_path / "served" / "README.md").read_text(encoding="utf-8")
     assert {"dspark_hf", "transformers", "torch"} == set(facts["versions"])
     drafter = DSparkDrafter.from_pretrained(tmp_path / "out")
     target, prompt = make_target(vocab_size=80), make_prompt(vocab_size=80)
@@ -133,7 +139,8 @@ def test_an_interrupted_run_goes_on_by_itself(world, tmp_path, monkeypatch):
 
 def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
     """One run after the other: DFlash, then a DSpark drafter of 20 tokens from it, cached."""
-    _, text = train(world, tmp_path / "dflash", family="dflash")
+    plain = {name: value for name, value in DRAFTER.items() if name != "markov_rank"}
+    _, text = train(world, tmp_path / "dflash", family="dflash", drafter=plain)
     flash = DSparkDrafter.from_pretrained(tmp_path / "dflash")
     assert flash.markov_head is None
     assert flash.confidence_head is None
@@ -159,11 +166,31 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
 def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    config = RunConfig(**make_config(world, folder))
-    run_module._remember(config)
+    run_module._remember(RunConfig(**make_config(world, folder, num_anchors=6)))
+    # Nothing was trained: a corrected run file may take its place.
+    run_module._remember(RunConfig(**make_config(world, folder)))
     assert json.loads((folder / STARTED_WITH).read_text())["num_anchors"] == 4
+    (folder / "checkpoint-1").mkdir()
+    (folder / "checkpoint-1" / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match="num_anchors 4 there, 5 now"):
         train(world, folder, num_anchors=5)
+    (folder / STARTED_WITH).write_text("{")
+    with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
+        train(world, folder)
+
+
+def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):
+    """Tokens of another vocabulary, and reports without anything to report on."""
+    path = tmp_path / "rows.jsonl"
+    row = {"input_ids": [*range(5, 25), 79], "assistant_spans": [[2, 21]]}
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    make_target(vocab_size=60).save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match="token id 79, and the target embeds 60"):
+        train(world, tmp_path / "one", data=str(path), target=str(tmp_path / "target"))
+    trainer = {**TRAINER, "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(ValueError, match="eval_strategy is 'steps', and the data has no valid"):
+        train(world, tmp_path / "two", data=str(path), trainer=trainer)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +204,23 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
         ({"drafter": [1]}, "drafter must hold keys and values"),
         ({"objective": {"kl": 1.0}}, "objective: ObjectiveWeights has no kl"),
         ({"trainer": {"leraning_rate": 1}}, "trainer: TrainingArguments has no leraning_rate"),
+        ({"data": None}, "data must be a path or a Hub id, found None"),
+        ({"init_from": 3}, "init_from must be a path"),
+        ({"num_anchors": "many"}, "num_anchors must be an integer of at least 1, found 'many'"),
+        ({"max_length": 0}, "max_length must be an integer of at least 1, found 0"),
+        ({"drafter": {**DRAFTER, "num_layer": 2}}, "drafter: dspark has no num_layer; known are"),
+        ({"drafter": {**DRAFTER, "draft_vocabulary": [1]}}, "dspark has no draft_vocabulary"),
+        ({"drafter": {**DRAFTER, "block_size": "3"}}, "drafter.block_size must be an integer"),
+        ({"drafter": {**DRAFTER, "draft_vocab_size": 0}}, "drafter.draft_vocab_size must be"),
+        ({"family": "dflash"}, "drafter: dflash has no markov_rank"),
+        ({"family": "eagle3"}, "eagle3 has no markov_rank, mask_token_id, num_layers"),
+        ({"family": "eagle3", "drafter": {}, "objective": {"ce": 1}}, "eagle3 has one"),
+        ({"objective": {"ce": "high"}}, "objective.ce must be a number of at least 0"),
+        ({"objective": {"tv": -1}}, "objective.tv must be a number of at least 0, found -1"),
+        ({"objective": {"decay": 0}}, "objective.decay and one of the weights must be above 0"),
+        ({"objective": {"ce": 0, "tv": 0, "confidence": 0}}, "one of the weights must be above 0"),
+        ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate must be a number"),
+        ({"trainer": {"output_dir": "x"}}, "trainer.output_dir is the run's own output"),
     ],
 )
 def test_mistakes_in_a_run_file_are_named(world, tmp_path, changes, message):
@@ -251,15 +295,25 @@ def test_data_without_a_usable_row_is_an_error(world, tmp_path):
 def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n", encoding="utf-8")
+    prompts = world / "prompts.jsonl"
     target = ["--target", str(world / "target"), "--output", str(tmp_path / "data")]
     for arguments, message in (
         (["data", *target], "No prompts"),
         (["data", *target, "--prompts", str(empty)], "holds no prompt"),
         (
-            ["data", *target, "--prompts", str(world / "prompts.jsonl")],
+            ["data", *target, "--prompts", str(prompts)],
             "prompts.jsonl:11: not JSON",
         ),
         (["data", *target, "--invent", "2", "--starters", str(empty)], "holds no starter"),
+        (["data", *target, "--prompts", str(prompts), "--starters", str(empty)], "--invent N"),
+        (["data", *target, "--invent", "2", "--top-p", "0"], "top_p is 0"),
+        (
+            ["data", *target, "--invent", "2", "--temperature", "1", "--temperature", "1"],
+            "each one once",
+        ),
+        (["data", *target, "--prompts", str(prompts), "--max-new-tokens", "255"], ":1: 7 prompt"),
+        (["data", *target[2:], "--target", str(empty), "--invent", "2"], "neither an existing"),
+        (["data", *target[:3], str(empty), "--invent", "2"], "is a file; give a folder"),
         (["train", str(tmp_path / "no.yaml")], "No such file"),
     ):
         monkeypatch.setattr("sys.argv", ["dspark-hf", *arguments])
@@ -269,6 +323,23 @@ def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
         printed = " ".join(capsys.readouterr().err.split())
         assert message in printed, printed
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("command", ["data", "train"])
+def test_an_interrupted_command_says_how_to_go_on(world, tmp_path, monkeypatch, command):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dspark_hf.cli.training.collect", interrupt)
+    monkeypatch.setattr("dspark_hf.cli.training.run_training", interrupt)
+    path = write(tmp_path / "run.yaml", make_config(world, tmp_path / "out"))
+    arguments = {
+        "data": ["--target", str(world / "target"), "--invent", "1", "--output", "rows"],
+        "train": [str(path)],
+    }
+    result = RUNNER.invoke(app, [command, *arguments[command]])
+    assert result.exit_code == 130
+    assert "Interrupted." in result.output
 
 
 def test_prompts_can_come_from_the_target(world, tmp_path):

@@ -43,6 +43,7 @@ class ExportLayout(StrEnum):
 
     deepspec = "deepspec"
     speculators = "speculators"
+    eagle3 = "eagle3"
     dspark = "dspark"
 
 
@@ -153,7 +154,10 @@ def export(
     drafter: Annotated[str, typer.Argument(help="Drafter: Hub id or folder.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
     layout: Annotated[
-        ExportLayout, typer.Option(help="deepspec: vLLM, SGLang. speculators: vLLM. dspark: ours.")
+        ExportLayout,
+        typer.Option(
+            help="deepspec: vLLM, SGLang. speculators: vLLM. eagle3 (Eagle3): SGLang. dspark: ours."
+        ),
     ] = ExportLayout.deepspec,
     target_name: Annotated[
         str | None, typer.Option(help="Where engines find the target: Hub id or folder.")
@@ -163,7 +167,8 @@ def export(
         typer.Option(help="Target to copy embedding and head from; else engines lend theirs."),
     ] = None,
     result: Annotated[
-        Path | None, typer.Option(help="JSON of `evaluate` or `bench`, for the card.")
+        list[Path] | None,
+        typer.Option(help="JSON of `evaluate`, `bench` or `train`, for the card; repeatable."),
     ] = None,
     license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
     push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
@@ -179,7 +184,7 @@ def export(
         layout.value,
         target_name=target_name,
         copy_from=copy_from,
-        result=result,
+        results=result or [],
         license=license,
         push=push,
         private=private,

@@ -1,15 +1,17 @@
 """`dspark-hf export`: a drafter for other engines."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from ..exporting.cards import serve_commands
+from ..auto import drafter_class
+from ..exporting.cards import read_result, serve_commands
 from ..exporting.export import export_drafter
-from ..modeling_dspark import DSparkDrafter
-from .models import SMOLLM2, smollm2_source
+from ..loading.files import read_config
+from .models import target_source
 
 
 def run_export(
@@ -19,17 +21,27 @@ def run_export(
     layout: str,
     target_name: str | None,
     copy_from: str | None,
+    results: Sequence[Path],
     push: str | None,
     **options: Any,
 ) -> None:
     """Write the files, upload them if asked to, and print the commands that serve them."""
-    model = DSparkDrafter.from_pretrained(drafter, dtype="auto")
+    facts: dict[str, Any] = {}
+    for path in results:
+        facts |= read_result(path)
+    model = drafter_class(read_config(drafter)).from_pretrained(drafter, dtype="auto")
     target, name = None, target_name or copy_from
     if copy_from is not None:
-        source = smollm2_source() if copy_from == SMOLLM2 else copy_from
-        target = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        target = AutoModelForCausalLM.from_pretrained(target_source(copy_from), dtype="auto")
     written = export_drafter(
-        model, folder, layout, target=target, target_name=name, repo_id=push, **options
+        model,
+        folder,
+        layout,
+        target=target,
+        target_name=name,
+        result=facts or None,
+        repo_id=push,
+        **options,
     )
     console.print(f"written: {written}", highlight=False, soft_wrap=True)
     if push is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -99,9 +101,26 @@ def load_target(target: str, dtype: str, threads: int) -> tuple[Any, str]:
     if threads:
         torch.set_num_threads(threads)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    source = smollm2_source() if target == SMOLLM2 else target
+    source = target_source(target)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     return AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device), source
+
+
+def target_source(target: str) -> str:
+    """
+    Where a target is loaded from. Raises `OSError` for a path that is not there, which the host
+    would take for a malformed Hub id.
+    """
+    if target == SMOLLM2:
+        return smollm2_source()
+    if not Path(target).is_dir():
+        try:
+            validate_repo_id(target)
+        except HFValidationError as error:
+            raise OSError(
+                f"{target} is neither an existing folder nor a Hub id (owner/name). Check the path."
+            ) from error
+    return target
 
 
 def smollm2_source() -> str:

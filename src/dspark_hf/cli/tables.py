@@ -37,7 +37,7 @@ def description_table(description: dict[str, Any]) -> Table:
         elif isinstance(value, list):
             shown = ", ".join(map(str, value)) or "nothing"
         else:
-            shown = str(value)
+            shown = "nothing" if value is None else str(value)
         table.add_row(_LABELS.get(name, name.replace("_", " ")), shown)
     return table
 

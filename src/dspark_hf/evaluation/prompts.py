@@ -39,18 +39,19 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         `ValueError`: a line is neither, or has no text; file and line are named.
     """
     prompts: list[str] = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if len(prompts) == limit:
                 break
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
                 prompt = row["turns"][0] if "turns" in row else row["prompt"]
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: {_EXPECTED}, found {line.strip()[:80]!r}."
+                    f"{path}, line {number}: {_EXPECTED}, found "
+                    f"{line.decode('utf-8', 'replace').strip()[:80]!r}."
                 ) from error
             if not isinstance(prompt, str) or not prompt.strip():
                 raise ValueError(f"{path}, line {number}: {_EXPECTED}, found {prompt!r}.")

@@ -88,24 +88,37 @@ class RecordFolder:
         settings (`dict`): what every record in it depends on, ready for JSON.
 
     Raises:
-        `ValueError`: it holds results of other settings, or a line that cannot be read.
+        `ValueError`: it is a file, or holds other settings or a line that cannot be read.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder = folder
         self.records: dict[RecordKey, Record] = {}
         self._path = folder / "records.jsonl"
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; give a folder for the results.")
         folder.mkdir(parents=True, exist_ok=True)
         self._check_settings(folder / "settings.json", settings)
         if self._path.is_file():
             self._read()
 
     def append(self, record: Record) -> None:
-        """Write a record, down to the disk."""
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """
+        Write a record, down to the disk.
+
+        Raises:
+            `OSError`: the disk is full; the records before it are whole.
+        """
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(
+                f"Writing to {self._path} failed ({error}). The answers before it are kept: free "
+                "some space and start again, it goes on behind them."
+            ) from error
         self.records[record.key] = record
 
     def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
@@ -115,7 +128,10 @@ class RecordFolder:
                     f"{self._path} is there and {path.name} is not, so nobody knows what its "
                     "results depend on. Use another output folder."
                 )
-            path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            # Complete or not there: records beside a torn file would be lost.
+            temporary = path.with_suffix(".partial")
+            temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

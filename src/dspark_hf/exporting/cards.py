@@ -1,6 +1,7 @@
 """Model cards whose every figure comes from the drafter's config or from a result file."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +11,23 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
-from .layouts import DEEPSPEC, SPECULATORS
+from .layouts import CHAIN_EAGLE3, DEEPSPEC, SPECULATORS
 
 # Placeholders for what nobody stated; a card never invents it.
 UNKNOWN = "not recorded"
 
-_CITATION = (
-    "Cheng et al., *DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive "
-    "Generation*, arXiv 2607.05147."
-)
+_CITATIONS = {
+    "DSpark": (
+        "Cheng et al., *DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive "
+        "Generation*, arXiv 2607.05147."
+    ),
+    "Eagle3": (
+        "Li et al., *EAGLE-3: Scaling up Inference Acceleration of Large Language Models via "
+        "Training-Time Test*, arXiv 2503.01840."
+    ),
+}
 _LIMITS = """\
 - Greedy output in float32 equals plain decoding token for token; sampled output has the target's \
 distribution. In bfloat16 and float16, forwards over one and over several tokens round \
@@ -44,38 +52,47 @@ def read_result(path: str | os.PathLike) -> dict[str, Any]:
     return result
 
 
-def serve_commands(config: DSparkConfig, layout: str, repository: str, target: str) -> list[str]:
+def kind_of(config: DrafterConfig) -> str:
+    """The method of a drafter, as people name it: DSpark, DFlash or Eagle3."""
+    if not isinstance(config, DSparkConfig):
+        return "Eagle3"
+    return "DSpark" if config.markov_head_type or config.confidence_head else "DFlash"
+
+
+def serve_commands(config: DrafterConfig, layout: str, repository: str, target: str) -> list[str]:
     """
     Commands that serve the pair, for vLLM and SGLang; the engines that read the layout.
 
     Args:
-        config ([`DSparkConfig`]): the drafter's facts.
-        layout (`str`): `"deepspec"` or `"speculators"`; other layouts have no engine.
+        config ([`DrafterConfig`]): the drafter's facts.
+        layout (`str`): `"deepspec"`, `"speculators"` or `"eagle3"`; other layouts have no engine.
         repository (`str`): Hub id or folder of the exported drafter.
         target (`str`): Hub id or folder of the target.
     """
-    is_dspark = bool(config.markov_head_type or config.confidence_head)
-    method = "dspark" if is_dspark else "dflash"
+    kind, gamma = kind_of(config), config.block_size
     speculative = json.dumps(
-        {"method": method, "model": repository, "num_speculative_tokens": config.block_size}
+        {"method": kind.lower(), "model": repository, "num_speculative_tokens": gamma}
     )
     long_form = f"vllm serve {target} --speculative-config '{speculative}'"
+    sglang = (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
+        f"{kind.upper()} --speculative-draft-model-path {repository}"
+    )
     if layout == SPECULATORS:
         return [f"vllm serve {repository}", long_form]
-    if layout == DEEPSPEC:
-        # vLLM and SGLang take a `dflash` draft for one of infill blocks, which DeepSpec's are not.
-        if not is_dspark:
-            return []
-        sglang = (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DSPARK "
-            f"--speculative-draft-model-path {repository}"
-        )
+    # vLLM and SGLang take a `dflash` draft for one of infill blocks, which DeepSpec's are not;
+    # their Eagle3 classes have three taps, and DeepSpec's has five.
+    if layout == DEEPSPEC and kind == "DSpark":
         return [long_form, sglang]
+    if layout == CHAIN_EAGLE3:
+        # One chain of γ tokens and not a tree. vLLM counts the tap ids of this layout otherwise.
+        chain = f"--speculative-num-steps {gamma} --speculative-eagle-topk 1"
+        return [f"{sglang} {chain} --speculative-num-draft-tokens {gamma + 1}"]
     return []
 
 
 def build_card(
-    config: DSparkConfig,
+    config: DrafterConfig,
     layout: str,
     repository: str,
     target: str | None,
@@ -87,7 +104,7 @@ def build_card(
     The card of an exported drafter.
 
     Args:
-        config ([`DSparkConfig`]): the drafter's facts.
+        config ([`DrafterConfig`]): the drafter's facts.
         layout (`str`): layout of the files.
         repository (`str`): Hub id or folder that the card's snippets load.
         target (`str`, *optional*): Hub id of the target.
@@ -99,7 +116,7 @@ def build_card(
         library_name="dspark_hf",
         pipeline_tag="text-generation",
         base_model=_hub_id(target),
-        tags=["speculative-decoding", "dspark" if config.markov_head_type else "dflash"],
+        tags=["speculative-decoding", kind_of(config).lower()],
         license=license or "other",
         license_name=None if license else UNKNOWN,
     )
@@ -111,7 +128,7 @@ def build_card(
         "Measured figures": _figures(result),
         "Training data and mode": _training(result),
         "Limits": _LIMITS,
-        "Citation": _CITATION,
+        "Citation": _CITATIONS["Eagle3" if kind_of(config) == "Eagle3" else "DSpark"],
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{body}\n")
@@ -128,25 +145,26 @@ def _hub_id(name: str | None) -> str | None:
     return name
 
 
-def _what(config: DSparkConfig, layout: str, target: str | None) -> str:
-    kind = "DSpark" if config.markov_head_type or config.confidence_head else "DFlash"
+def _what(config: DrafterConfig, layout: str, target: str | None) -> str:
+    kind = {"Eagle3": "An Eagle3"}.get(kind_of(config), f"A {kind_of(config)}")
     return (
-        f"A {kind} drafter for `{target or UNKNOWN}`. It proposes {config.block_size} tokens at a "
+        f"{kind} drafter for `{target or UNKNOWN}`. It proposes {config.block_size} tokens at a "
         "time, which the target verifies in one forward; the output is the target's own. The files "
         f"are in the {layout} layout."
     )
 
 
-def _use(config: DSparkConfig, layout: str, repository: str, target: str | None) -> str:
+def _use(config: DrafterConfig, layout: str, repository: str, target: str | None) -> str:
     name = target or "the-target"
+    drafter = "DSparkDrafter" if isinstance(config, DSparkConfig) else "Eagle3Drafter"
     python = f'''```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspark_hf import DSparkDrafter
+from dspark_hf import {drafter}
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 target = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto", device_map="auto")
-drafter = DSparkDrafter.from_pretrained("{repository}", dtype="auto", device_map="auto")
+drafter = {drafter}.from_pretrained("{repository}", dtype="auto", device_map="auto")
 inputs = tokenizer("How many primes are there below 30?", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
 print(tokenizer.decode(output[0], skip_special_tokens=True))
@@ -159,20 +177,12 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 def _facts(
-    config: DSparkConfig, layout: str, target: str | None, stored: Mapping[str, tuple[int, ...]]
+    config: DrafterConfig, layout: str, target: str | None, stored: Mapping[str, tuple[int, ...]]
 ) -> list[list[str]]:
     body = config.backbone_config
-    markov = f"{config.markov_head_type}, rank {config.markov_rank}"
-    reads = "hidden state and Markov embedding"
-    confidence = reads if config.confidence_head_with_markov else "hidden state"
-    slot = "predicts the first draft token" if config.anchor_predicts else "is context only"
     matrices = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in stored]
-    elements = 0
-    for shape in stored.values():
-        size = 1
-        for length in shape:
-            size *= length
-        elements += size
+    elements = sum(math.prod(shape) for shape in stored.values())
+    is_block = isinstance(config, DSparkConfig)
     return [
         ["target", f"`{target or UNKNOWN}`"],
         [
@@ -182,17 +192,33 @@ def _facts(
         ],
         ["draft vocabulary", f"{config.num_draftable_tokens:,}"],
         ["γ", str(config.block_size)],
-        ["layout", f"{layout}; the anchor slot {slot}; {config.block_width} block slots"],
+        *(_block_facts(config, layout) if is_block else [["layout", layout]]),
         ["taps", f"{', '.join(map(str, config.target_layer_ids))} (layer outputs, from 0)"],
-        ["mask token id", str(config.mask_token_id)],
         [
             "draft layers",
             f"{body.num_hidden_layers} {body.model_type} layers, hidden size {body.hidden_size:,}",
         ],
-        ["Markov head", markov if config.markov_head_type else "none"],
-        ["confidence head", f"reads {confidence}" if config.confidence_head else "none"],
+        *(_head_facts(config) if is_block else []),
         ["stored matrices of the target", ", ".join(matrices) or "none: the target lends them"],
         ["tensors and elements", f"{len(stored)} tensors, {elements:,} elements"],
+    ]
+
+
+def _block_facts(config: DSparkConfig, layout: str) -> list[list[str]]:
+    slot = "predicts the first draft token" if config.anchor_predicts else "is context only"
+    return [
+        ["layout", f"{layout}; the anchor slot {slot}; {config.block_width} block slots"],
+        ["mask token id", str(config.mask_token_id)],
+    ]
+
+
+def _head_facts(config: DSparkConfig) -> list[list[str]]:
+    markov = f"{config.markov_head_type}, rank {config.markov_rank}"
+    reads = "hidden state and Markov embedding"
+    confidence = reads if config.confidence_head_with_markov else "hidden state"
+    return [
+        ["Markov head", markov if config.markov_head_type else "none"],
+        ["confidence head", f"reads {confidence}" if config.confidence_head else "none"],
     ]
 
 

@@ -8,10 +8,14 @@ from typing import Any
 from huggingface_hub import HfApi, save_torch_state_dict
 from transformers import PreTrainedModel
 
+from ..generation.checks import check_pairing
 from ..loading.saving import save_atomically
-from ..modeling_dspark import DSparkDrafter
+from ..modeling_drafter import DrafterModel
+from ..modeling_eagle3 import Eagle3Drafter
 from .cards import build_card, read_result
+from .eagle3 import chain_config, deepspec_eagle3_config, speculators_eagle3_config
 from .layouts import (
+    CHAIN_EAGLE3,
     DEEPSPEC,
     LAYOUTS,
     SPECULATORS,
@@ -22,10 +26,16 @@ from .layouts import (
 )
 
 OWN = "dspark"
+_BLOCK_CONFIGS = {DEEPSPEC: deepspec_config, SPECULATORS: speculators_config}
+_EAGLE3_CONFIGS = {
+    DEEPSPEC: deepspec_eagle3_config,
+    SPECULATORS: speculators_eagle3_config,
+    CHAIN_EAGLE3: chain_config,
+}
 
 
 def export_drafter(
-    drafter: DSparkDrafter,
+    drafter: DrafterModel,
     directory: str | os.PathLike,
     layout: str,
     *,
@@ -44,10 +54,11 @@ def export_drafter(
     Files appear in `directory` only once all of them are complete.
 
     Args:
-        drafter ([`DSparkDrafter`]): the drafter.
+        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]): the drafter.
         directory (`str` or `os.PathLike`): folder for the files.
         layout (`str`):
-            `"deepspec"` (vLLM, SGLang), `"speculators"` (vLLM) or `"dspark"` (this library's own).
+            `"deepspec"` (vLLM, SGLang), `"speculators"` (vLLM), for Eagle3 drafters `"eagle3"` (the
+            original EAGLE-3 layout: SGLang), or `"dspark"` (this library's own).
         target (`PreTrainedModel`, *optional*):
             The target, if the embedding and head that the drafter shares with it are to be written
             as copies.
@@ -65,7 +76,7 @@ def export_drafter(
         The folder.
 
     Raises:
-        `ValueError`: unknown layout, or a drafter that the layout cannot express.
+        `ValueError`: unknown layout, another target, or a drafter that the layout cannot express.
         `OSError`: writing or uploading failed.
     """
     if layout not in (*LAYOUTS, OWN):
@@ -73,10 +84,18 @@ def export_drafter(
             f"layout is {layout!r}; a drafter can be written as "
             f"{', '.join(map(repr, (*LAYOUTS, OWN)))}."
         )
-    if not isinstance(drafter, DSparkDrafter):
+    if not isinstance(drafter, DrafterModel):
         raise ValueError(
-            f"{type(drafter).__name__} is not a block drafter; only DSparkDrafter is exported."
+            f"{type(drafter).__name__} is not a drafter; a DSparkDrafter or an Eagle3Drafter can "
+            "be exported."
         )
+    if layout == CHAIN_EAGLE3 and not isinstance(drafter, Eagle3Drafter):
+        raise ValueError(
+            f"The {CHAIN_EAGLE3} layout is for Eagle3 drafters; a {type(drafter).__name__} can be "
+            f"written as {DEEPSPEC!r}, {SPECULATORS!r} or {OWN!r}."
+        )
+    if target is not None:
+        check_pairing(target, drafter)
     facts = result if isinstance(result, dict) or result is None else read_result(result)
     lender = _target(target, target_name)
     folder = Path(directory)
@@ -103,11 +122,11 @@ def _target(model: PreTrainedModel | None, name: str | None) -> Target:
 
 
 def _write(
-    drafter: DSparkDrafter, folder: Path, layout: str, target: Target, max_shard_size: str
+    drafter: DrafterModel, folder: Path, layout: str, target: Target, max_shard_size: str
 ) -> dict[str, tuple[int, ...]]:
     """config.json and weights; returns the shapes of what was written."""
-    to_config = {DEEPSPEC: deepspec_config, SPECULATORS: speculators_config}[layout]
-    raw = to_config(drafter, target)
+    configs: Any = _EAGLE3_CONFIGS if isinstance(drafter, Eagle3Drafter) else _BLOCK_CONFIGS
+    raw = configs[layout](drafter, target)
     tensors = layout_tensors(drafter, layout, target)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

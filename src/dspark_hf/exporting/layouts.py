@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
+from ..loading.detection import CHAIN_EAGLE3, DEEPSPEC, SPECULATORS
+from ..modeling_drafter import DrafterModel
 from ..modeling_dspark import DSparkDrafter
 
-DEEPSPEC, SPECULATORS = "deepspec", "speculators"
-LAYOUTS = (DEEPSPEC, SPECULATORS)
+LAYOUTS = (DEEPSPEC, SPECULATORS, CHAIN_EAGLE3)
 # Release of the speculators package whose layout is written.
 SPECULATORS_VERSION = "0.9.0"
 
 EMBEDDING, HEAD, MAP = "embed_tokens.weight", "lm_head.weight", "draft_to_target"
-_CONFIDENCE_BIAS = "confidence_head.proj.bias"
+_CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 _DEEPSPEC_ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "gemma4_text": "Gemma4DSparkModel"}
 # Keys of the host's configs that say nothing about the drafter's layers.
 _NOT_LAYERS = (
@@ -90,12 +91,12 @@ def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
         ),
         "no record of the target's depth (pass the target)": depth is None,
     }
-    _refuse(obstacles, "DeepSpec")
+    refuse(obstacles, "DeepSpec")
     raw = {
-        **_layers(body),
+        **layer_keys(body),
         "architectures": [_DEEPSPEC_ARCHITECTURES[body.model_type]],
         "block_size": config.block_size,
-        "dtype": _dtype(drafter),
+        "dtype": dtype_name(drafter),
         "enable_confidence_head": config.confidence_head,
         "markov_rank": config.markov_rank,
         "mask_token_id": config.mask_token_id,
@@ -103,7 +104,7 @@ def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
-        **_special_tokens(config),
+        **special_tokens(config),
     }
     if config.markov_head_type:
         raw["markov_head_type"] = config.markov_head_type
@@ -138,14 +139,37 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
         "features of another width than the draft layers": (
             config.target_hidden_size != config.hidden_size
         ),
-        "a target whose embedding scales what it looks up": (
-            not config.unscaled_input_embeddings and _scales(drafter, target)
-        ),
+        "a target whose embedding scales what it looks up": _scales(drafter, target),
         "no name of its target (pass target_name)": target.name is None,
     }
-    _refuse(obstacles, "speculators")
+    refuse(obstacles, "speculators")
     is_dspark = bool(config.markov_head_type or config.confidence_head)
-    algorithm = "dspark" if is_dspark else "dflash"
+    algorithm, architecture = (
+        ("dspark", "DSparkSpeculator") if is_dspark else ("dflash", "DFlashSpeculator")
+    )
+    raw = {
+        **speculators_container(drafter, target, algorithm, architecture),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
+        "block_size": config.block_width,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.anchor_predicts,
+        "sliding_window_non_causal": bool(sliding) and not config.causal_layers,
+    }
+    if is_dspark:
+        raw |= {
+            "confidence_head_with_markov": config.confidence_head_with_markov,
+            "enable_confidence_head": config.confidence_head,
+            "markov_head_type": config.markov_head_type or "vanilla",
+            "markov_rank": config.markov_rank,
+        }
+    return raw
+
+
+def speculators_container(
+    drafter: DrafterModel, target: Target, algorithm: str, architecture: str
+) -> dict[str, Any]:
+    """What every config.json of the speculators layout holds."""
+    config = drafter.config
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.block_size,
@@ -153,14 +177,9 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
         "accept_tolerance": 0.0,
     }
     raw = {
-        "architectures": ["DSparkSpeculator" if is_dspark else "DFlashSpeculator"],
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
-        "block_size": config.block_width,
+        "architectures": [architecture],
         "draft_vocab_size": config.num_draftable_tokens,
-        "dtype": _dtype(drafter),
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.anchor_predicts,
-        "sliding_window_non_causal": bool(sliding) and not config.causal_layers,
+        "dtype": dtype_name(drafter),
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -174,23 +193,17 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
         "speculators_version": SPECULATORS_VERSION,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": {**_layers(body), "vocab_size": config.vocab_size},
+        "transformer_layer_config": {
+            **layer_keys(config.backbone_config),
+            "vocab_size": config.vocab_size,
+        },
     }
     depth = config.num_target_layers or target.depth
-    if depth is not None:
-        # Not a key of the layout, which allows others; it lets a loader check the pair.
-        raw["num_target_layers"] = depth
-    if is_dspark:
-        raw |= {
-            "confidence_head_with_markov": config.confidence_head_with_markov,
-            "enable_confidence_head": config.confidence_head,
-            "markov_head_type": config.markov_head_type or "vanilla",
-            "markov_rank": config.markov_rank,
-        }
-    return raw
+    # Not a key of the layout, which allows others; it lets a loader check the pair.
+    return raw if depth is None else {**raw, "num_target_layers": depth}
 
 
-def layout_tensors(drafter: DSparkDrafter, layout: str, target: Target) -> dict[str, torch.Tensor]:
+def layout_tensors(drafter: DrafterModel, layout: str, target: Target) -> dict[str, torch.Tensor]:
     """
     Tensors under the names of a layout, on the CPU.
 
@@ -217,7 +230,7 @@ def layout_tensors(drafter: DSparkDrafter, layout: str, target: Target) -> dict[
             "The drafter has a reduced vocabulary and shares the target's head. Engines need its "
             "rows in the file: pass the target."
         )
-    if ids is not None and layout == SPECULATORS:
+    if ids is not None:
         # Offsets, and a membership list, over ascending ids.
         order = ids.argsort()
         for name in (HEAD, "markov_head.markov_w2.weight"):
@@ -227,9 +240,11 @@ def layout_tensors(drafter: DSparkDrafter, layout: str, target: Target) -> dict[
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
         tensors["t2d"][ids] = True
-    if drafter.config.confidence_head and _CONFIDENCE_BIAS not in tensors:
+    if _CONFIDENCE in tensors and _CONFIDENCE_BIAS not in tensors:
         # These layouts have a bias; one of zero is none.
-        tensors[_CONFIDENCE_BIAS] = tensors["confidence_head.proj.weight"].new_zeros(1)
+        tensors[_CONFIDENCE_BIAS] = tensors[_CONFIDENCE].new_zeros(1)
+    if layout == CHAIN_EAGLE3:
+        tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     dtype = drafter.dtype
     # Copies, because a target may tie the two matrices and files hold each name by itself.
     return {
@@ -238,7 +253,8 @@ def layout_tensors(drafter: DSparkDrafter, layout: str, target: Target) -> dict[
     }
 
 
-def _refuse(obstacles: dict[str, bool], layout: str) -> None:
+def refuse(obstacles: dict[str, bool], layout: str) -> None:
+    """Raise `ValueError` naming those obstacles that are there."""
     found = [what for what, present in obstacles.items() if present]
     if found:
         raise ValueError(
@@ -247,7 +263,7 @@ def _refuse(obstacles: dict[str, bool], layout: str) -> None:
         )
 
 
-def _layers(body: PreTrainedConfig) -> dict[str, Any]:
+def layer_keys(body: PreTrainedConfig) -> dict[str, Any]:
     """The draft layers' config without what the host adds to every config."""
     raw = {key: value for key, value in body.to_dict().items() if key not in _NOT_LAYERS}
     # The host keeps Gemma 4's full-attention sizes by layer; published files name them.
@@ -261,17 +277,20 @@ def _layers(body: PreTrainedConfig) -> dict[str, Any]:
     return {**raw, "model_type": body.model_type}
 
 
-def _special_tokens(config: DSparkConfig) -> dict[str, Any]:
+def special_tokens(config: DrafterConfig) -> dict[str, Any]:
+    """The target's special tokens, as flat layouts repeat them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name) for name in names}
 
 
-def _dtype(drafter: DSparkDrafter) -> str:
+def dtype_name(drafter: DrafterModel) -> str:
+    """The drafter's precision as config.json names it."""
     return str(drafter.dtype).removeprefix("torch.")
 
 
 def _scales(drafter: DSparkDrafter, target: Target) -> bool:
-    modules = [drafter.get_input_embeddings()]
-    if target.model is not None:
-        modules.append(target.model.get_input_embeddings())
-    return any(hasattr(module, "embed_scale") for module in modules)
+    """Whether the drafter takes embeddings that are scaled, which speculators looks up plainly."""
+    module = drafter.get_input_embeddings()
+    if module is None and target.model is not None:
+        module = target.model.get_input_embeddings()
+    return not drafter.config.unscaled_input_embeddings and hasattr(module, "embed_scale")

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..scheduling.round_scheduler import RoundScheduler
+from .compiling import fitting_width
 from .path_processors import DraftPathProcessors, PathProcessors
 from .ranks import Ranks
 from .rows import Rows
@@ -105,6 +106,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._stop_ids = stop_ids
         self._do_sample = do_sample and not settings.greedy_drafts
         self._prompt_mask = prompt_mask
+        windows = [layer.window for layer in self.context.cache.layers]
+        if all(windows) and (prompt_mask is None or bool(prompt_mask.all())):
+            # Of the prompt, no block sees more.
+            self.taps.keep = max(windows)
         self._is_text: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -132,6 +137,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.taps.clear()
             return
         features = self.taps.take()
+        # Only of a prompt: what a round adds is never longer than it has to be.
+        self.taps.keep = None
+        self.context.skip(self.taps.num_dropped)
         features = features if rows is None else features[rows]
         self._captured = features if last is None else features[:, -last:]
 
@@ -222,7 +230,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         lengths = self._ranks.agree_on(lengths, block.tokens.device)
         width = max(lengths)
         if self.widths is not None:
-            width = _fitting(self.widths, width, min(most, num_drafted))
+            width = fitting_width(self.widths, width, min(most, num_drafted))
             lengths = [min(length, width) for length in lengths]
         self.scheduler.submit(1 + width, drafted=True)
         device = input_ids.device
@@ -269,17 +277,16 @@ class DSparkCandidateGenerator(CandidateGenerator):
         mask = torch.ones(features.shape[:2], dtype=torch.bool) if mask is None else mask
         texts = [self._text(rows, row) for row in rows.active]
         self._is_text = None
-        unknown = max(int(mask.sum(dim=1).max()) - max(map(len, texts)), 0)
-        if unknown:
+        unknown = (mask.sum(dim=1) - torch.tensor([len(text) for text in texts])).clamp(min=0)
+        if bool(unknown.any()):
             # The prompt was given as embeddings: the drafter starts with the text behind it.
             self.context.skip(unknown)
-            is_first = mask.cumsum(dim=1) <= unknown
-            mask = mask & ~is_first
+            mask = mask & (mask.cumsum(dim=1) > unknown[:, None])
             logger.warning(
                 "An Eagle3 drafter reads the prompt's token ids, and %d positions were given as "
                 "inputs_embeds alone; it drafts without them and gets fewer tokens accepted. Pass "
                 "input_ids as well.",
-                unknown,
+                int(unknown.max()),
             )
         following = texts[0].new_zeros(mask.shape)
         for i, (text, committed) in enumerate(zip(texts, mask, strict=True)):
@@ -293,7 +300,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _text(self, rows: Rows, row: int) -> torch.Tensor:
         """Token ids of a row, without those that the prompt's mask takes out."""
         ids = rows.text(rows.length(row))[row, : rows.length(row)]
-        if self._is_text is None or len(ids) <= self._is_text.shape[1]:
+        if self._is_text is None or rows.prompt_length < self._is_text.shape[1]:
+            # A prompt of embeddings has no ids to take out.
             return ids
         is_text = torch.ones(len(ids), dtype=torch.bool)
         is_text[: self._is_text.shape[1]] = self._is_text[row]
@@ -353,18 +361,3 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int
     ) -> None:
         """Part of the host's protocol; the number of drafted tokens is fixed by the settings."""
-
-
-def compiled_widths(block_size: int) -> tuple[int, ...]:
-    """
-    Numbers of draft tokens that a compiled target is run with: none, all γ, and in between those
-    that make the whole forward, anchor included, a power of two.
-    """
-    powers = (2**i - 1 for i in range(block_size.bit_length()))
-    return (*(width for width in powers if width < block_size), block_size)
-
-
-def _fitting(widths: tuple[int, ...], wanted: int, most: int) -> int:
-    """The smallest of `widths` that carries `wanted` columns, or else the largest that fits."""
-    fitting = [width for width in widths if width <= most]
-    return next((width for width in fitting if width >= wanted), max(fitting, default=0))

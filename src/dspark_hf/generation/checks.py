@@ -137,6 +137,17 @@ def check_generation_mode(generation_config: GenerationConfig, mode: GenerationM
         )
 
 
+def check_offloading(target: PreTrainedModel, config: GenerationConfig) -> None:
+    """Raise `ValueError` for an offloaded cache where there is nothing to offload from."""
+    name = config.cache_implementation or ""
+    if name.startswith("offloaded") and target.device.type != "cuda":
+        raise ValueError(
+            f"cache_implementation={name!r} moves the cache between a CUDA device and the CPU, and "
+            f"this target is on {target.device.type!r}. Leave it unset, or choose "
+            f"{'static' if 'static' in name else 'dynamic'!r}."
+        )
+
+
 def plain_mode(config: GenerationConfig) -> GenerationMode:
     """The mode that a call would have without its drafter."""
     return GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from ..drafting import probabilities, sample
-from .candidate_generator import DSparkCandidateGenerator, Proposal, compiled_widths
+from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .checks import (
     check_batch,
     check_cache,
@@ -36,6 +36,7 @@ from .checks import (
     rows_are_coupled,
     warn_if_useless,
 )
+from .compiling import compiled_widths, prefill_config, will_compile
 from .frame import Frame, crop_to
 from .judging import NO_TOKEN, Judge
 from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
@@ -51,10 +52,10 @@ from .v4_cache import rewindable
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-    from ..modeling_dspark import DSparkDrafter
+    from ..modeling_drafter import DrafterModel
 
 
-def make_custom_generate(drafter: "DSparkDrafter", streamer: "BaseStreamer | None") -> Callable:
+def make_custom_generate(drafter: "DrafterModel", streamer: "BaseStreamer | None") -> Callable:
     """A callable for `generate(custom_generate=…)` that runs this loop."""
 
     def custom_generate(
@@ -82,7 +83,7 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    drafter: "DSparkDrafter",
+    drafter: "DrafterModel",
     synced_gpus: bool = False,
     streamer: "BaseStreamer | None" = None,
     **model_kwargs: Any,
@@ -133,7 +134,7 @@ class _DecodingLoop:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        drafter: "DSparkDrafter",
+        drafter: "DrafterModel",
         streamer: "BaseStreamer | None",
         model_kwargs: dict[str, Any],
     ):
@@ -173,15 +174,18 @@ class _DecodingLoop:
             logits_processor,
             generation_config.do_sample,
             batch_size=num_rows,
-            start_position=past_length if mask is None else mask[:, :past_length].sum(dim=1).cpu(),
+            start_position=past_length
+            if mask is None
+            else mask[:, :past_length].sum(dim=1).long().cpu(),
             stop_ids=frozenset(self.stopping.stop_ids),
             prompt_mask=mask,
             ranks=self.ranks,
         )
         self.forward = model.__call__
-        if model._valid_auto_compile_criteria(model_kwargs, generation_config):
-            self.forward = model.get_compiled_call(generation_config.compile_config)
-            self.generator.taps.is_compiled = True
+        self.compiles = will_compile(
+            model, model_kwargs, generation_config, self.generator.taps.reach_the_last_layer
+        )
+        if self.compiles or self.generator.taps.reads_outputs:
             self.generator.widths = compiled_widths(drafter.config.block_size)
 
     def run(self, synced_gpus: bool) -> DSparkDecoderOnlyOutput | torch.Tensor:
@@ -209,12 +213,17 @@ class _DecodingLoop:
         return self._finish()
 
     def _prefill(self) -> None:
+        taps = self.generator.taps
+        config = prefill_config(self.config, caller_compiled=taps.reads_outputs)
+        if taps.reads_outputs:
+            taps.read_outputs(self.kwargs)
         if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             # Such targets shorten the prompt inside their last layers when few logits are asked
             # for.
             self.kwargs["logits_to_keep"] = 0
         input_ids = self.rows.text(self.rows.prompt_length)
-        outputs = self.model._prefill(input_ids, self.config, self.kwargs)
+        outputs = self.model._prefill(input_ids, config, self.kwargs)
+        taps.read(outputs)
         self.cache = outputs.cache
         check_cache(self.cache, after_prefill=True)
         self.settled = int(self.cache.get_seq_length())
@@ -230,6 +239,9 @@ class _DecodingLoop:
         token = self.ranks.agree(token)
         self.outputs.add_prefill(outputs, logits, scores)
         kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        if self.compiles:
+            self.forward = self.model.get_compiled_call(self.config.compile_config)
+            taps.read_outputs(kwargs)
         self.frame = Frame(
             self.model,
             kwargs,
@@ -329,7 +341,9 @@ class _DecodingLoop:
             proposal, num_drafts = Proposal.empty(proposal.tokens[:, 0]), 0
             inputs = self.frame.inputs(*self._present(proposal, num_drafts))
         self.generator.taps.clear()
-        return self.frame.run(self.forward, inputs, num_drafts), proposal
+        outputs = self.frame.run(self.forward, inputs, num_drafts)
+        self.generator.taps.read(outputs)
+        return outputs, proposal
 
     def _emit(self, tokens: torch.Tensor, runs: list[list[int]]) -> tuple[list[int], list[bool]]:
         """

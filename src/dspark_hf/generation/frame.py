@@ -148,6 +148,9 @@ class Frame:
         )
         self._added = num_drafts + 1
         outputs = forward(**inputs, return_dict=True)
+        if getattr(self.cache, "offloading", False):
+            # Copies to the CPU and back are still under way, and columns are read from there.
+            torch.cuda.synchronize()
         if outputs.cache is not self.cache:
             self.cache = outputs.cache
             self.length = int(self.cache.get_seq_length()) - self._added

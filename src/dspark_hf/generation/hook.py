@@ -44,9 +44,15 @@ def _wrap_validate(original):
     def validate(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = generation_mode_kwargs.get("assistant_model")
         if is_drafter(drafter):
-            from .checks import check_generation_mode, check_pairing, plain_mode
+            from .checks import (
+                check_generation_mode,
+                check_offloading,
+                check_pairing,
+                plain_mode,
+            )
 
             check_generation_mode(generation_config, generation_mode)
+            check_offloading(self, generation_config)
             check_pairing(self, drafter)
             # The host's own assisted loop takes one row and no recurrent state; ours takes both.
             generation_mode = plain_mode(generation_config)

@@ -46,9 +46,12 @@ class OutputRecorder:
                 [[] for _ in range(num_rows)] if config.return_dict_in_generate and flag else None
             )
 
+        asked = config.output_hidden_states
+        # A list names entries of `hidden_states`; the host returns `None` in the other places.
+        self._places = None if asked is None or isinstance(asked, bool) else _as_list(asked)
         self._scores = wanted(config.output_scores)
         self._logits = wanted(config.output_logits)
-        self._hidden_states = wanted(config.output_hidden_states)
+        self._hidden_states = wanted(bool(asked))
         self._attentions = wanted(config.output_attentions)
         self._prefill: ModelOutput | None = None
 
@@ -63,7 +66,8 @@ class OutputRecorder:
         """Logits and scores `(n, V)` of a committed run of one row."""
         for kept, new in ((self._scores, scores), (self._logits, logits)):
             if kept is not None:
-                kept[row].extend(new)
+                # A copy: the next compiled forward may overwrite what this one returned.
+                kept[row].extend(new.clone())
 
     def drop(self, row: int, count: int) -> None:
         """Take back the last `count` tokens of a row."""
@@ -101,7 +105,10 @@ class OutputRecorder:
             if self._hidden_states is not None:
                 columns = slice(None) if whole else slice(i, i + 1)
                 self._hidden_states[row].append(
-                    tuple(state[entry, columns] for state in outputs.hidden_states)
+                    tuple(
+                        state if state is None else state[entry, columns]
+                        for state in self._asked(outputs.hidden_states)
+                    )
                 )
             if self._attentions is not None:
                 self._attentions[row].append(
@@ -115,6 +122,13 @@ class OutputRecorder:
                     )
                 )
 
+    def _asked(self, states: tuple) -> tuple:
+        """Those of the `hidden_states` of a forward that the caller asked for."""
+        if self._places is None:
+            return states
+        asked = {place % len(states) for place in self._places}
+        return tuple(state if i in asked else None for i, state in enumerate(states))
+
     def scores(self, count: int | None = None) -> tuple[torch.Tensor, ...] | None:
         """Scores `(R, V)` of the first `count` new tokens, all by default."""
         return _steps(self._scores, count)
@@ -124,7 +138,7 @@ class OutputRecorder:
         hidden_states, attentions = _steps(self._hidden_states), _steps(self._attentions)
         if self._prefill is not None:
             if hidden_states is not None:
-                hidden_states = (self._prefill.hidden_states, *hidden_states)
+                hidden_states = (self._asked(self._prefill.hidden_states), *hidden_states)
             if attentions is not None:
                 attentions = (self._prefill.attentions, *attentions)
         return {
@@ -133,6 +147,10 @@ class OutputRecorder:
             "hidden_states": hidden_states,
             "attentions": attentions,
         }
+
+
+def _as_list(places: int | list[int]) -> list[int]:
+    return [places] if isinstance(places, int) else list(places)
 
 
 def _steps(kept: list[list] | None, count: int | None = None) -> tuple | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_drafter import DrafterConfig
@@ -25,6 +25,7 @@ from .dialects import read_dialect, refuse_stated
 from .files import (
     FLOAT_BYTES,
     HUB_ARGUMENTS,
+    ID_TYPES,
     TensorInfo,
     fetch,
     read_config,
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # The one tensor of a drafter that holds token ids.
 DRAFT_TO_TARGET = "draft_to_target"
+
+_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # What the host's classes and torch raise when a value of config.json has a wrong type or size.
 _MALFORMED = (
@@ -110,7 +113,17 @@ def read_facts(
             f"{source}: config.json describes a drafter that cannot be built "
             f"({type(error).__name__}: {error}). Take config.json from the original checkpoint."
         ) from error
+    _check_dtype(reading.config, source)
     return CheckpointFacts(source, dialect, raw, reading, tensors)
+
+
+def _check_dtype(config: DrafterConfig, source: str) -> None:
+    """Refuse a precision that the draft layers do not compute in; loading would end deep inside."""
+    if config.dtype not in (None, *_PRECISIONS):
+        raise ValueError(
+            f"{source}: config.json says dtype {config.dtype!r}; drafters are in one of "
+            f"{', '.join(map(str, _PRECISIONS))}. Take it from the original checkpoint."
+        )
 
 
 def _check_kind(cls: Any, dialect: str, raw: dict[str, Any], source: str) -> None:
@@ -145,6 +158,13 @@ def check_tensors(cls: Any, reading: Reading, stored: dict[str, TensorInfo], sou
         if tensors[name].dtype not in (("U8",) if state[name].dtype == torch.uint8 else FLOAT_BYTES)
         and name != DRAFT_TO_TARGET
     )
+    ids = tensors.get(DRAFT_TO_TARGET)
+    if ids is not None and ids.dtype not in ID_TYPES:
+        raise ValueError(
+            f"{source}: {file_names.get(DRAFT_TO_TARGET, DRAFT_TO_TARGET)} is stored as "
+            f"{ids.dtype}; token ids are stored as {', '.join(ID_TYPES)}. Take the file from the "
+            "original checkpoint."
+        )
     if quantised:
         first = quantised[0]
         raise ValueError(
@@ -193,6 +213,8 @@ def load_drafter(
         raise ValueError(
             "use_safetensors=False is not supported: only safetensors weights are read."
         )
+    if kwargs.get("gguf_file") is not None:
+        raise ValueError("gguf_file is not supported: only safetensors weights are read.")
     if kwargs.get("variant") is not None:
         raise ValueError(
             f"variant={kwargs['variant']!r} is not supported: one set of weights is read, and "
@@ -210,6 +232,11 @@ def load_drafter(
         logger.warning("%s: %s", source, warning)
     # An auto class hands over the config that it read; a caller may have changed it on purpose.
     given = kwargs.pop("config", None)
+    if given is not None and not isinstance(given, PreTrainedConfig):
+        raise ValueError(
+            f"config is a {type(given).__name__}; leave it out, or give a "
+            f"{cls.config_class.__name__}."
+        )
     is_own = facts.dialect == cls.config_class.model_type
     config = given if is_own and isinstance(given, cls.config_class) else facts.config
     generation_config = kwargs.pop("generation_config", None)

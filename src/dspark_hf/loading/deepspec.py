@@ -71,12 +71,17 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
     body = deepspec_body(reader, backbone)
     reader.by_rule("anchor_predicts", "DeepSpec blocks are anchor-first, DFlash included")
     shape = block_layout(reader, width, True, layout)
-    cap = reader.get("final_logit_softcapping", "final_logit_softcapping")
+    # A drafter of Qwen3 layers has none, whatever a copied config says.
+    is_gemma = backbone == "gemma4_text"
+    cap = reader.get("final_logit_softcapping", "final_logit_softcapping") if is_gemma else None
+    # Not DeepSpec's key: a SpecForge drafter that was repacked in this layout brings it along.
+    causal = reader.flag("causal", "is_causal", "dflash_config.is_causal")
     config = DSparkConfig(
         backbone_config=body,
         target_hidden_size=body["hidden_size"],
         draft_vocab_size=draft_vocabulary(reader, facts["vocab_size"]),
-        final_logit_softcapping=cap if backbone == "gemma4_text" else None,
+        final_logit_softcapping=cap,
+        causal_layers=list(range(body["num_hidden_layers"])) if causal else None,
         **shape,
         **facts,
         **heads,
@@ -118,22 +123,18 @@ def common_facts(reader: ConfigReader) -> dict[str, Any]:
 
 def _read_heads(reader: ConfigReader) -> dict[str, Any]:
     rank = reader.require("markov_rank", "markov_rank", "dflash_config.markov_rank")
-    has_confidence = bool(
-        reader.require(
-            "confidence_head", "enable_confidence_head", "dflash_config.enable_confidence_head"
-        )
-    )
+    enabled = ("enable_confidence_head", "dflash_config.enable_confidence_head")
+    reader.require("confidence_head", *enabled)
+    has_confidence = bool(reader.flag("confidence_head", *enabled))
     head_type = with_markov = None
     if rank:
         head_type = reader.require(
             "markov_head_type", "markov_head_type", "dflash_config.markov_head_type"
         )
     if has_confidence:
-        with_markov = reader.require(
-            "confidence_head_with_markov",
-            "confidence_head_with_markov",
-            "dflash_config.confidence_head_with_markov",
-        )
+        reads = ("confidence_head_with_markov", "dflash_config.confidence_head_with_markov")
+        reader.require("confidence_head_with_markov", *reads)
+        with_markov = reader.flag("confidence_head_with_markov", *reads)
     reader.ignore("markov_head_type", "confidence_head_with_markov")
     return {
         "markov_head_type": head_type,

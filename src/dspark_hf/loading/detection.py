@@ -219,6 +219,8 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
             "a target with an embedded DSpark drafter (dspark_* keys or mtp.* tensors)",
             "load it as a target",
         )
+    if "log_snr_conditioning" in raw:
+        return "a Bonsai drafter (log_snr_conditioning)", "use the engine of its author"
     if architecture in DEEPSPEC_BACKBONES or deepspec_eagle3_backbone(raw):
         return None
     projector = dflash.get("projector_type")
@@ -240,8 +242,6 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
             "the host library loads and runs it itself, with AutoModelForCausalLM and "
             "speculation_type='dflash'",
         )
-    if "log_snr_conditioning" in raw:
-        return "a Bonsai drafter (log_snr_conditioning)", "use the engine of its author"
     if "aux_hidden_norms" in dflash or _has(names, "aux_hidden_norms.", ".qkv_proj.", ".g_proj."):
         return "a Laguna DFlash drafter (fused and gated attention)", "serve it with vLLM"
     known = ("DFlashDraftModel", "DSparkDraftModel", "Lfm2DSparkDraftModel")

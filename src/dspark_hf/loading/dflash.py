@@ -84,7 +84,7 @@ def read_dflash_family(reader: ConfigReader, dialect: str, layout: str | None) -
         **heads,
         **common_facts(reader),
     )
-    interleaved = reader.get("interleaved_rotary", "rope_is_neox_style") is False
+    interleaved = reader.flag("interleaved_rotary", "rope_is_neox_style") is False
     vocabulary = vocabulary_tensors(reader)
     vocabulary["renames"] |= renames
     return Reading(
@@ -99,15 +99,19 @@ def _get(reader: ConfigReader, key: str, field: str | None = None, default: Any 
     return reader.get(field or key, f"{_SECTION}.{key}", key, default=default)
 
 
+def _flag(reader: ConfigReader, key: str, field: str) -> bool | None:
+    return reader.flag(field, f"{_SECTION}.{key}", key)
+
+
 def _require(reader: ConfigReader, key: str, field: str | None = None) -> Any:
     return reader.require(field or key, f"{_SECTION}.{key}", key)
 
 
 def _anchor_predicts(reader: ConfigReader, dialect: str, renames: dict[str, str]) -> bool | None:
     """Whether the anchor slot predicts, by dialect; `None` where it cannot be told."""
-    shifted = _get(reader, "shift_label", "anchor_predicts")
-    stated = _get(reader, "sample_from_anchor", "anchor_predicts")
-    if shifted is not None and stated is not None and bool(shifted) != bool(stated):
+    shifted = _flag(reader, "shift_label", "anchor_predicts")
+    stated = _flag(reader, "sample_from_anchor", "anchor_predicts")
+    if shifted is not None and stated is not None and shifted != stated:
         raise ValueError(
             f"{reader.source}: config.json says shift_label={shifted} and "
             f"sample_from_anchor={stated}, and both tell whether the anchor slot predicts. Ask the "
@@ -115,7 +119,7 @@ def _anchor_predicts(reader: ConfigReader, dialect: str, renames: dict[str, str]
         )
     told = stated if stated is not None else shifted
     if told is not None:
-        return bool(told)
+        return told
     if dialect == FORK:
         return _fork_layout(reader, renames)
     anchor_first = dialect not in (DFLASH, MODELOPT)
@@ -140,9 +144,9 @@ def _fork_layout(reader: ConfigReader, renames: dict[str, str]) -> bool | None:
 
 def _attention(reader: ConfigReader, body: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The body with ModelOpt's window on every layer, and whether blocks are causal."""
-    causal = bool(reader.get("causal", f"{_SECTION}.causal", "is_causal", default=False))
+    causal = bool(reader.flag("causal", f"{_SECTION}.causal", "is_causal"))
     window = _get(reader, "swa_window_size", "sliding_window")
-    if _get(reader, "use_swa"):
+    if _flag(reader, "use_swa", "use_swa"):
         window = window or reader.get("sliding_window", "sliding_window")
         if not window:
             raise ValueError(
@@ -177,13 +181,13 @@ def _read_heads(reader: ConfigReader, hidden_size: int, renames: dict[str, str])
         elif "markov_head.joint_proj.weight" in shapes:
             head_type = "rnn"
         reader.by_rule("markov_head_type", "tensor names of the Markov head")
-    stated = reader.get(
+    stated = reader.flag(
         "confidence_head",
         *(f"{prefix}{key}" for prefix in (f"{_SECTION}.", "") for key in _CONFIDENCE_KEYS),
     )
     proj = shapes.get("confidence_head.proj.weight")
-    has_confidence = bool(stated) if stated is not None else proj is not None
-    with_markov = _get(reader, "confidence_head_with_markov")
+    has_confidence = stated if stated is not None else proj is not None
+    with_markov = _flag(reader, "confidence_head_with_markov", "confidence_head_with_markov")
     if proj is not None and with_markov is None:
         with_markov = bool(rank) and proj[-1] == hidden_size + rank
         reader.by_rule("confidence_head_with_markov", "width of the confidence projection")

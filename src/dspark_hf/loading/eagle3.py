@@ -15,7 +15,7 @@ from .reading import (
 )
 
 _TRAINING_KEYS = ("draft_num_hidden_layers", "step_loss_decay", "target_model_name_or_path")
-# Steps that the trainers of this family unroll, which no file of theirs records.
+# Steps that the trainers of this family unroll, which few files record.
 _UNROLLED = 7
 # The rotary base of the original trainer, whatever the target's is.
 _ORIGINAL_THETA = 10_000.0
@@ -45,7 +45,8 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
         )
     backbone = str(deepspec_eagle3_backbone(reader.raw))
     body = deepspec_body(reader, backbone)
-    cap = reader.get("final_logit_softcapping", "final_logit_softcapping")
+    is_gemma = backbone == "gemma4_text"
+    cap = reader.get("final_logit_softcapping", "final_logit_softcapping") if is_gemma else None
     config = Eagle3Config(
         backbone_config=body,
         block_size=block_size,
@@ -53,7 +54,7 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
         num_target_layers=depth,
         target_hidden_size=body["hidden_size"],
         vocab_size=vocab_size,
-        final_logit_softcapping=cap if backbone == "gemma4_text" else None,
+        final_logit_softcapping=cap,
         architectures=["Eagle3Drafter"],
         **common_facts(reader),
     )
@@ -85,19 +86,17 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     stated = reader.get("num_target_layers", "num_target_layers")
     vocabulary = vocabulary_tensors(reader)
     vocabulary["renames"] |= renames
-    per_tap = any(name.startswith("fc_norm.") for name in names)
-    reader.by_rule("feature_norm", "fc_norm.* tensors")
-    reader.by_rule("block_size", f"{_UNROLLED} steps, which these trainers unroll")
-    reader.ignore("eagle_config", "fc_norm")
-    if reader.get("norm_output", "norm_output", "eagle_config.norm_output", default=True) is False:
-        raise ValueError(
-            f"{reader.source}: norm_output is false, so its head reads states without the final "
-            "norm; such drafters are not built here. Serve it with SGLang."
-        )
+    reader.ignore("eagle_config")
+    block_size = reader.get("block_size", "ttt_length")
+    if block_size is None:
+        block_size = _UNROLLED
+        reader.by_rule("block_size", f"{_UNROLLED} steps, which these trainers unroll")
     config = Eagle3Config(
         backbone_config=body,
-        feature_norm="per_tap" if per_tap else None,
-        block_size=_UNROLLED,
+        feature_norm=_feature_norm(reader, names),
+        norm_before_residual=bool(reader.flag("norm_before_residual", "norm_before_residual")),
+        recycles_normed_output=_recycles_normed_output(reader),
+        block_size=block_size,
         target_layer_ids=_chain_taps(reader, stated or depth),
         num_target_layers=stated or depth,
         target_hidden_size=reader.get("target_hidden_size", "target_hidden_size")
@@ -108,6 +107,40 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
         **common_facts(reader),
     )
     return Reading(config, **vocabulary)
+
+
+def _feature_norm(reader: ConfigReader, names: set[str]) -> str | None:
+    """Which norm stands in front of the context projection: the tensors tell, and keys agree."""
+    kinds = {
+        "fc_norm": any(name.startswith("fc_norm.") for name in names),
+        "norm_before_fc": "input_norm.weight" in names,
+    }
+    for key, stored in kinds.items():
+        stated = reader.flag("feature_norm", key)
+        if stated is not None and stated != stored:
+            raise ValueError(
+                f"{reader.source}: config.json says {key} = {stated!r}, and the weights "
+                f"{'hold' if stored else 'lack'} the tensors of that norm. The two come from "
+                "different checkpoints."
+            )
+    reader.by_rule("feature_norm", "fc_norm.* and input_norm tensors")
+    return "per_tap" if kinds["fc_norm"] else "joint" if kinds["norm_before_fc"] else None
+
+
+def _recycles_normed_output(reader: ConfigReader) -> bool:
+    """
+    The engines' meaning of `norm_output`, and of SpecForge since its pull request 879. Before,
+    SpecForge's key said whether the head reads normed states, which an EAGLE-3 head always does.
+    """
+    stated = reader.flag("recycles_normed_output", "norm_output", "eagle_config.norm_output")
+    if stated is not None:
+        reader.warn(
+            f"norm_output is {stated}: read as the engines do, that the row behind a drafted token "
+            f"takes the {'normed' if stated else 'un-normed'} output. In files of SpecForge from "
+            "before September 2026 the key is about the head instead; if acceptance is poor, "
+            "remove it."
+        )
+    return bool(stated)
 
 
 def _chain_body(reader: ConfigReader, names: set[str]) -> dict[str, Any]:

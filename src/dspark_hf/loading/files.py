@@ -34,6 +34,7 @@ HUB_ARGUMENTS = (
 # Bytes per element of the types a drafter's weights may be stored in. Anything else is quantised.
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 # Those of the map of a reduced vocabulary.
+ID_TYPES = ("I64", "I32", "I16")
 _ID_BYTES = {"I64": 8, "I32": 4, "BOOL": 1, "U8": 1, "I8": 1, "I16": 2}
 # FP8 weights and their scales, where a layout knows them.
 _FP8_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1}
@@ -66,12 +67,21 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
             "id."
         )
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a JSON {type(raw).__name__}, expected an object.")
     return raw
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys do not contradict each other; the parser would take the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"{key} is there twice, as {found[key]!r} and {value!r}")
+    return found
 
 
 def read_tensors(
@@ -102,7 +112,14 @@ def read_tensors(
         path = fetch(source, name, **hub)
         if path is None:
             raise OSError(_missing_weights(source, name, indexed=True))
-        tensors.update(_only(read_header(path), wanted))
+        part = _only(read_header(path), wanted)
+        twice = sorted(set(part) & set(tensors))
+        if twice:
+            raise ValueError(
+                f"{twice[0]} of {source} is stored twice, in {tensors[twice[0]].file} and {name}. "
+                "The files come from different saves; download or save the checkpoint again."
+            )
+        tensors.update(part)
     if set(index) != set(tensors):
         odd = sorted(set(index) ^ set(tensors))
         raise ValueError(
@@ -190,6 +207,10 @@ def _read_index(path: str) -> dict[str, str]:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("an empty weight_map")
+        for name in weight_map.values():
+            # Other files of the machine are nobody's weights.
+            if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts:
+                raise ValueError(f"{name!r} is no file of the checkpoint")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a safetensors index ({error}). Download the file again."

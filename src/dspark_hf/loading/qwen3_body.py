@@ -98,8 +98,13 @@ def read_rotary(reader: ConfigReader, prefix: str = "", default_theta: float | N
     reader.origins["rope"] = next(
         (name for name in names if reader._at(name) is not None), "= default"
     )
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = "default" if kind == "mrope" else kind
+    kinds = [_rotary_kind(part) for part in (nested, scaling)]
+    if None not in kinds and kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{reader.source}: config.json says rotary type {kinds[0]!r} in {names[0]} and "
+            f"{kinds[1]!r} in {names[1]}. Keep the one that the drafter was trained with."
+        )
+    kind = kinds[0] or kinds[1] or "default"
     if kind not in _STATIC_ROTARY:
         raise ValueError(
             f"{reader.source}: rope_type is {kind!r}; draft layers can be rotated with "
@@ -108,6 +113,11 @@ def read_rotary(reader: ConfigReader, prefix: str = "", default_theta: float | N
     residue = set(_RESIDUE) if kind == "default" else {"type"}
     kept = {key: value for key, value in rope.items() if key not in residue}
     return {**kept, "rope_type": kind, "rope_theta": theta}
+
+
+def _rotary_kind(parameters: dict[str, Any]) -> str | None:
+    kind = parameters.get("rope_type") or parameters.get("type")
+    return "default" if kind == "mrope" else kind
 
 
 def check_layer_types(reader: ConfigReader, fields: dict[str, Any]) -> None:

@@ -102,6 +102,19 @@ class ConfigReader:
         self.origins[field] = path
         return value
 
+    def flag(self, field: str, *paths: str, default: bool | None = None) -> bool | None:
+        """
+        Like `get`, of a fact that is true or false. Raises `ValueError` for anything else: a
+        string counts as true, whatever it says.
+        """
+        value = self.get(field, *paths, default=default)
+        if value is None or isinstance(value, bool):
+            return value
+        raise ValueError(
+            f"{self.source}: config.json says {self.origins[field]} = {value!r}, and it can be "
+            "true or false. Take it from the original checkpoint."
+        )
+
     def require(self, field: str, *paths: str) -> Any:
         """Like `get`, and raises `ValueError` where none of the places has a value."""
         value = self.get(field, *paths, default=_ABSENT)

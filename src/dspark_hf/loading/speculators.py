@@ -105,7 +105,7 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading
     body = _read_body(reader)
     model_type = reader.section(_BODY).get("model_type", "qwen3")
     target_width = reader.get("target_hidden_size", "target_hidden_size")
-    norm_before_residual = reader.get("norm_before_residual", "norm_before_residual")
+    norm_before_residual = reader.flag("norm_before_residual", "norm_before_residual")
     if norm_before_residual is None:
         norm_before_residual = True
         reader.by_rule("norm_before_residual", "absent is true, as in vLLM and in the trainer")
@@ -113,8 +113,8 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading
             "norm_before_residual is absent: read as true, as its trainer and vLLM do; the class "
             "of the speculators package would read false."
         )
-    joint = reader.get("feature_norm", "norm_before_fc")
-    per_tap = reader.get("feature_norm", "fc_norm")
+    joint = reader.flag("feature_norm", "norm_before_fc")
+    per_tap = reader.flag("feature_norm", "fc_norm")
     if joint and per_tap:
         raise ValueError(
             f"{reader.source}: norm_before_fc and fc_norm exclude each other, and config.json has "
@@ -130,8 +130,8 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading
     config = Eagle3Config(
         backbone_config={**body, "model_type": model_type},
         feature_norm="joint" if joint else "per_tap" if per_tap else None,
-        norm_before_residual=bool(norm_before_residual),
-        recycles_normed_output=bool(reader.get("recycles_normed_output", "norm_output")),
+        norm_before_residual=norm_before_residual,
+        recycles_normed_output=bool(reader.flag("recycles_normed_output", "norm_output")),
         block_size=proposed,
         target_layer_ids=_taps(reader, "eagle_aux_hidden_state_layer_ids"),
         num_target_layers=reader.get("num_target_layers", "num_target_layers"),
@@ -213,7 +213,7 @@ def _anchor_predicts(reader: ConfigReader, width: Any, layout: str | None) -> bo
     The flag counts; without it, W minus the number of proposed tokens; without that either, the
     layout of the time before the flag, which is infill.
     """
-    flag = reader.get("anchor_predicts", "sample_from_anchor")
+    flag = reader.flag("anchor_predicts", "sample_from_anchor")
     proposed = _speculative_tokens(reader)
     shift = width - proposed if type(width) is int and type(proposed) is int else None
     if flag is not None:
@@ -223,7 +223,7 @@ def _anchor_predicts(reader: ConfigReader, width: Any, layout: str | None) -> bo
                 "proposed; the flag counts (the speculators converter writes block_size - 1 for "
                 "every drafter)."
             )
-        return bool(flag)
+        return flag
     if shift in (0, 1):
         reader.by_rule("anchor_predicts", f"block_size minus {proposed} speculative_tokens")
     else:
@@ -252,7 +252,7 @@ def _speculative_tokens(reader: ConfigReader) -> Any:
 def _causal_layers(reader: ConfigReader, body: dict[str, Any]) -> list[int]:
     """Sliding layers are causal inside the block unless the config says otherwise."""
     sliding = [i for i, kind in enumerate(body["layer_types"]) if kind == "sliding_attention"]
-    non_causal = reader.get("causal", "sliding_window_non_causal")
+    non_causal = reader.flag("causal", "sliding_window_non_causal")
     if non_causal is None and sliding:
         reader.by_rule("causal", "an absent sliding_window_non_causal is non-causal, as in vLLM")
         reader.warn(
@@ -269,9 +269,9 @@ def _read_heads(reader: ConfigReader, is_dspark: bool) -> dict[str, Any]:
     # Defaults of the container's class: a file leaves out what equals them.
     rank = reader.get("markov_rank", "markov_rank", default=256)
     head_type = reader.get("markov_head_type", "markov_head_type", default="vanilla")
-    has_confidence = bool(reader.get("confidence_head", "enable_confidence_head", default=True))
+    has_confidence = bool(reader.flag("confidence_head", "enable_confidence_head", default=True))
     with_markov = bool(
-        reader.get("confidence_head_with_markov", "confidence_head_with_markov", default=True)
+        reader.flag("confidence_head_with_markov", "confidence_head_with_markov", default=True)
     )
     return {
         "markov_head_type": head_type if rank else None,

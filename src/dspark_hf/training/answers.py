@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .growing_cache import growing_cache
 
@@ -73,6 +73,30 @@ def stop_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     return set(stops) if isinstance(stops, list | tuple) else {stops}
 
 
+def check_prompt(prompt: list[int], config: PretrainedConfig, max_new_tokens: int) -> None:
+    """
+    Raises `ValueError` for a tokenised prompt that the target of a config cannot answer: no tokens,
+    tokens that it does not embed, or no room for the answer in its context.
+    """
+    text = config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None)
+    if not prompt:
+        raise ValueError(
+            "A prompt has no tokens. Give it some text, or use a chat template that begins with a "
+            "token of its own."
+        )
+    if max(prompt) >= text.vocab_size:
+        raise ValueError(
+            f"A prompt has token {max(prompt)}, and the target knows {text.vocab_size} tokens. Its "
+            "tokenizer belongs to another model."
+        )
+    if context is not None and len(prompt) + max_new_tokens > context:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens and {max_new_tokens} new ones do not fit into the "
+            f"target's context of {context}. Shorten the prompt or lower max_new_tokens."
+        )
+
+
 @torch.no_grad()
 def answer_batch(
     target: PreTrainedModel,
@@ -84,12 +108,12 @@ def answer_batch(
     The target's answers to a batch of tokenised prompts, in their order.
 
     Rows leave the batch when they have finished, so a few long answers do not cost like many.
+
+    Raises:
+        `ValueError`: see [`check_prompt`].
     """
-    if not all(prompts):
-        raise ValueError(
-            "A prompt has no tokens. Give it some text, or use a chat template that begins with a "
-            "token of its own."
-        )
+    for prompt in prompts:
+        check_prompt(prompt, target.config, options.max_new_tokens)
     stops, device = stop_token_ids(target, tokenizer), target.device
     width = max(map(len, prompts))
     pad = next(iter(stops))
@@ -142,22 +166,35 @@ def converse(
     Returns:
         Prepared rows (see `data.py`): `messages`, `input_ids`, `assistant_spans` and
         `finish_reason`. The tokens are those that the target wrote, not its text tokenised again; a
-        conversation ends with the first answer that reached its limit.
+        conversation ends with the first answer that reached its limit, and before a turn whose
+        answer might not fit into the target's context.
+
+    Raises:
+        `ValueError`: see [`check_prompt`].
     """
     histories = [[m for m in turns if m["role"] == "system"] for turns in conversations]
     waiting = [[m for m in turns if m["role"] == "user"] for turns in conversations]
     rows: list[dict[str, Any]] = [{} for _ in conversations]
     while active := [i for i in range(len(rows)) if waiting[i]]:
+        prompts = {}
         for i in active:
             histories[i].append(waiting[i].pop(0))
-        prompts = [
-            tokenizer.apply_chat_template(
+            prompt = tokenizer.apply_chat_template(
                 histories[i], add_generation_prompt=True, return_dict=False, **template_options
             )
-            for i in active
-        ]
-        answers = answer_batch(target, tokenizer, prompts, options)
-        for i, prompt, answer in zip(active, prompts, answers, strict=True):
+            try:
+                check_prompt(prompt, target.config, options.max_new_tokens)
+            except ValueError:
+                if not rows[i]:
+                    raise
+                # The answers before this turn are kept.
+                waiting[i].clear()
+            else:
+                prompts[i] = prompt
+        if not prompts:
+            break
+        answers = answer_batch(target, tokenizer, list(prompts.values()), options)
+        for (i, prompt), answer in zip(prompts.items(), answers, strict=True):
             text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             histories[i].append({"role": "assistant", "content": text})
             span = [len(prompt), len(prompt) + len(answer.token_ids)]

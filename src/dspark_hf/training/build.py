@@ -108,7 +108,7 @@ def _target_facts(
     unknown = sorted(set(layer_fields) - set(Qwen3Config().to_dict()))
     if unknown:
         raise ValueError(
-            f"Neither build_drafter nor the config of the draft layers knows {', '.join(unknown)}."
+            f"Neither the builder nor the config of the draft layers knows {', '.join(unknown)}."
         )
     heads = text.num_attention_heads
     fields = {
@@ -185,10 +185,10 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
     """
     Copy every weight of `source` that has a place in `drafter`; DFlash and DSpark drafters mix.
 
-    W2 is cut to a reduced draft vocabulary that is a part of the source's.
+    Rows of W2 follow their tokens; those of tokens that the source cannot draft start anew.
 
     Returns:
-        Names of parameters that keep their random start.
+        Names of parameters that keep their random start, and of how many rows if not all.
 
     Raises:
         `ValueError`: the two read the target differently, or no layer fits.
@@ -206,10 +206,12 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
             f"Cannot warm-start {kind} layers from {other} layers; they compute differently."
         )
     state, own = source.state_dict(), drafter.state_dict()
-    w2 = "markov_head.markov_w2.weight"
-    if w2 in state:
+    w2, anew = "markov_head.markov_w2.weight", 0
+    if w2 in state and w2 in own and state[w2].shape[1] == own[w2].shape[1]:
         rows = _rows_of(drafter, source)
-        state[w2] = state[w2] if rows is None else state[w2][rows]
+        is_known = rows >= 0
+        anew = int((~is_known).sum())
+        state[w2] = torch.where(is_known[:, None], state[w2][rows], own[w2])
     fitting = {
         name: tensor
         for name, tensor in state.items()
@@ -221,7 +223,10 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
     if not any(name.startswith("layers.") for name in fitting):
         raise ValueError("Cannot warm-start: no draft layer of the source has a fitting shape.")
     drafter.load_state_dict({**own, **fitting})
-    return sorted(set(own) - set(fitting) - {"draft_to_target"})
+    fresh = set(own) - set(fitting) - {"draft_to_target"}
+    if w2 in fitting and anew:
+        fresh.add(f"{w2} ({anew:,} of {len(own[w2]):,} rows)")
+    return sorted(fresh)
 
 
 def _layer(name: str) -> str | None:
@@ -230,19 +235,16 @@ def _layer(name: str) -> str | None:
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
 
-def _rows_of(drafter: DSparkDrafter, source: DSparkDrafter) -> torch.Tensor | None:
+def _rows_of(drafter: DSparkDrafter, source: DSparkDrafter) -> torch.Tensor:
     """
-    Which rows of the source's W2 belong to the drafter's draftable tokens, in order. `None` for all
-    as they are, and none of them if the source lacks some of the tokens.
+    Which row of the source's W2 belongs to each of the drafter's draftable tokens `(V_d,)`; -1 for
+    tokens that the source lacks.
     """
     size = source.config.vocab_size
     wanted, known = (
         torch.arange(size) if x.config.draft_vocab_size is None else x.draft_to_target.cpu()
         for x in (drafter, source)
     )
-    if torch.equal(wanted, known):
-        return None
     place = torch.full((size,), -1)
     place[known] = torch.arange(len(known))
-    rows = place[wanted]
-    return rows if bool((rows >= 0).all()) else rows[:0]
+    return place[wanted]

@@ -1,16 +1,15 @@
 """
 `dspark-hf data`: a folder of on-policy training rows, resumable, with its provenance.
 
-The folder holds `train.jsonl`, `validation.jsonl` and `provenance.json`. Which side a prompt falls
-on depends on its text alone, so all of its answers stay on one side and a resumed run agrees with
-the interrupted one.
+The folder holds `train.jsonl`, `validation.jsonl` and `provenance.json`, and `invented.jsonl` where
+the target wrote the prompts too. Which side a prompt falls on depends on its text alone, so all of
+its answers stay on one side and a resumed run agrees with the interrupted one.
 """
 
 import hashlib
 import json
 import os
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,16 @@ from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .answers import SamplingOptions, converse, invent_prompts
-from .data import MalformedRow, messages_of, parse_row, read_lines, usable_rows
+from .answers import SamplingOptions, converse
+from .data import (
+    MalformedRow,
+    append_line,
+    drop_torn_line,
+    messages_of,
+    parse_row,
+    read_lines,
+    usable_rows,
+)
 
 FILES = ("train.jsonl", "validation.jsonl")
 PROVENANCE = "provenance.json"
@@ -40,6 +47,10 @@ class CollectionPlan:
         thinking (`bool`, *optional*): what the template is told; `None` says nothing.
         validation_share (`float`): of the prompts.
         seed (`int`): of all draws.
+
+    Raises:
+        `ValueError`: no temperature, one given twice (its answers would be the same again), or
+            `top_p` 0.
     """
 
     target: str
@@ -51,56 +62,47 @@ class CollectionPlan:
     validation_share: float = 0.05
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(
+                f"temperatures are {self.temperatures}; give at least one, and each one once."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
+
 
 def read_prompts(
-    paths: Sequence[Path], skip_malformed: bool, console: Console
+    paths: Sequence[Path],
+    skip_malformed: bool,
+    console: Console,
+    check: Callable[[list[dict[str, str]]], None] | None = None,
 ) -> Iterator[list[dict[str, str]]]:
     """
     The conversations of JSONL files.
+
+    Args:
+        check (`Callable`, *optional*): raises `ValueError` for a conversation that cannot be used.
 
     Raises:
         [`MalformedRow`]: a row that cannot be used, unless they are to be skipped; each is named.
     """
 
     def skip(error: MalformedRow) -> None:
-        console.print(f"skipped {error}", style="yellow", markup=False)
+        console.print(f"skipped {error}", style="yellow", markup=False, soft_wrap=True)
+
+    def conversation(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+        messages = messages_of(row, where)
+        if not any(message["role"] == "user" for message in messages):
+            raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
+        try:
+            if check is not None:
+                check(messages)
+        except ValueError as error:
+            raise MalformedRow(f"{where}: {error}") from error
+        return messages
 
     for path in paths:
-        yield from usable_rows(path, _conversation, skip if skip_malformed else None)
-
-
-def _conversation(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    messages = messages_of(row, where)
-    if not any(message["role"] == "user" for message in messages):
-        raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
-    return messages
-
-
-def invented_prompts(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    starters: Sequence[str],
-    batch_size: int,
-    seed: int,
-) -> Iterator[list[dict[str, str]]]:
-    """`count` different conversations of one user message each, written by the target."""
-    chooser, seen, batch = random.Random(seed), set[str](), 0
-    while len(seen) < count:
-        # By batch, so that a resumed run invents the same prompts.
-        torch.manual_seed(seed + batch)
-        batch += 1
-        chosen = [chooser.choice(starters) for _ in range(batch_size)]
-        before = len(seen)
-        for text in invent_prompts(target, tokenizer, chosen):
-            if text not in seen and len(seen) < count:
-                seen.add(text)
-                yield [{"role": "user", "content": text}]
-        if len(seen) == before and batch > 20:
-            raise ValueError(
-                f"The target invented only {len(seen)} different prompts in {batch} batches. Give "
-                "prompts from files, or more varied starters."
-            )
+        yield from usable_rows(path, conversation, skip if skip_malformed else None)
 
 
 def collect(
@@ -133,32 +135,28 @@ def collect(
         `ValueError`: the folder was made by another plan.
         `OSError`: the disk is full; complete rows stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     _check_plan(folder, plan, tokenizer, sources)
     for name in FILES:
         (folder / name).touch()
     done = {row["key"] for name in FILES for row in _existing(folder / name)}
     template = {} if plan.thinking is None else {"enable_thinking": plan.thinking}
-    bar = tqdm(total=total, desc="prompts", unit="prompt")
-    for number, batch in enumerate(_batches(_different(conversations), batch_size)):
-        for temperature in plan.temperatures:
-            keys = [_key(turns, temperature) for turns in batch]
-            if done.issuperset(keys):
-                continue
-            # The whole batch, also where a part of it is there: other companions would draw other
-            # answers, and a resumed folder would differ from an uninterrupted one.
-            torch.manual_seed(plan.seed + number)
-            options = SamplingOptions(temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
-            rows = converse(target, tokenizer, batch, options, **template)
-            for key, turns, row in zip(keys, batch, rows, strict=True):
-                if key in done:
+    with tqdm(total=total, desc="prompts", unit="prompt") as bar:
+        for number, batch in enumerate(_batches(_different(conversations), batch_size)):
+            for temperature in plan.temperatures:
+                keys = [_key(turns, temperature) for turns in batch]
+                if done.issuperset(keys):
                     continue
-                name = FILES[_is_validation(turns, plan.validation_share)]
-                line = json.dumps({"key": key, **row, "temperature": temperature})
-                with (folder / name).open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-        bar.update(len(batch))
-    bar.close()
+                # The whole batch, also where a part of it is there: other companions would draw
+                # other answers, and a resumed folder would differ from an uninterrupted one.
+                torch.manual_seed(plan.seed + number)
+                options = SamplingOptions(temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
+                rows = converse(target, tokenizer, batch, options, **template)
+                for key, turns, row in zip(keys, batch, rows, strict=True):
+                    if key in done:
+                        continue
+                    name = FILES[_is_validation(turns, plan.validation_share)]
+                    append_line(folder / name, {"key": key, **row, "temperature": temperature})
+            bar.update(len(batch))
     return count(folder)
 
 
@@ -176,16 +174,9 @@ def count(folder: Path) -> dict[str, int]:
 
 
 def _existing(path: Path) -> Iterator[dict[str, Any]]:
-    _drop_torn_line(path)
+    drop_torn_line(path)
     for where, line in read_lines(path):
         yield parse_row(line, where)
-
-
-def _drop_torn_line(path: Path) -> None:
-    """A run that was killed while it wrote leaves a line without an end; that row is made again."""
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 def _check_plan(
@@ -195,6 +186,9 @@ def _check_plan(
     template = tokenizer.get_chat_template().encode()
     facts["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
     facts["versions"] = {"transformers": transformers.__version__, "torch": torch.__version__}
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; give a folder for the rows.")
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / PROVENANCE
     if not path.exists():
         # Complete or not there: rows whose origin cannot be read are of no use.
@@ -202,7 +196,13 @@ def _check_plan(
         temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, path)
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}), so nobody knows how the rows beside it were made. "
+            "Use another folder."
+        ) from error
     different = [name for name in facts if name != "versions" and found.get(name) != facts[name]]
     if different:
         raise ValueError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -76,6 +77,30 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
+def drop_torn_line(path: Path) -> None:
+    """A run killed while it wrote leaves a line without an end; what it held is made again."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """
+    Write a row behind the others.
+
+    Raises:
+        `OSError`: the disk is full; the rows before it are whole.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise OSError(
+            f"Writing to {path} failed ({error}). The rows before it are kept: free some space and "
+            "start again, it goes on behind them."
+        ) from error
+
+
 def read_lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
     """
     The lines of a JSONL file that are not empty, each with `file:line` for messages.
@@ -85,7 +110,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; give a JSONL file of training rows.")
+        raise FileNotFoundError(f"{path} is not a file; give a JSONL file.")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -146,9 +171,12 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     elif turns is None and isinstance(row.get("turns"), list):
         turns = [{"role": "user", "content": turn} for turn in row["turns"][:1]]
     if not isinstance(turns, list) or not turns:
+        fields = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
         raise MalformedRow(
-            f"{where}: needs `messages`, `conversations`, `turns`, `prompt`, `text`, or "
-            f"`input_ids` with `assistant_spans`; found {sorted(row) or 'an empty object'}."
+            f"{where}: needs a conversation: `messages` or `conversations` (a list of turns), "
+            "`turns` (a list of texts) or `prompt` (a text), none of them empty; found "
+            f"{{{fields}}}. To train on, `text`, or `input_ids` with `assistant_spans`, will do as "
+            "well."
         )
     messages = []
     for turn in turns:
@@ -174,8 +202,9 @@ def make_example(
     assistant turn is what rendering adds behind the prompt that generation would start from.
 
     Raises:
-        [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; or a template without
-            marks that renders a conversation differently once more turns follow.
+        [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; a conversation that the
+            template refuses; or a template without marks that renders a conversation differently
+            once more turns follow.
     """
     if "input_ids" in row:
         ids, spans = _prepared(row, where, len(tokenizer))
@@ -183,7 +212,11 @@ def make_example(
         ids = tokenizer(row["text"])["input_ids"]
         spans = [(0, len(ids))]
     else:
-        ids, spans = _rendered(messages_of(row, where), where, tokenizer, template_options)
+        messages = messages_of(row, where)
+        try:
+            ids, spans = _rendered(messages, where, tokenizer, template_options)
+        except TemplateError as error:
+            raise MalformedRow(f"{where}: the chat template refuses it ({error}).") from error
     mask = [False] * len(ids)
     for start, end in spans:
         mask[start:end] = [True] * (end - start)

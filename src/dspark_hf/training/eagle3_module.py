@@ -11,7 +11,8 @@ from .vocabulary_loss import Teacher
 
 class Eagle3Objective(nn.Module):
     """
-    Loss of an Eagle3 drafter on a batch; every supervised position is an anchor.
+    Loss of an Eagle3 drafter on a batch; every supervised position is an anchor. Each of several
+    processes divides by its own batch, as DeepSpec's do, and their gradients are averaged.
 
     Args:
         drafter ([`Eagle3Drafter`]): trained; an embedding and a head of the target stay frozen.

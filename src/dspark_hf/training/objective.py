@@ -28,12 +28,26 @@ class ObjectiveWeights:
         tv (`float`): of `‖q − p‖₁`, not halved.
         confidence (`float`): of the confidence head's binary cross-entropy.
         decay (`float`): g of the slot weights `exp(−k / g)`.
+
+    Raises:
+        `ValueError`: a weight that is negative or no number, none above 0, or a decay of 0.
     """
 
     ce: float = 0.1
     tv: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(
+                    f"objective.{name} must be a number of at least 0, found {value!r}."
+                )
+        if self.decay == 0 or not any((self.ce, self.tv, self.confidence)):
+            raise ValueError(
+                f"objective.decay and one of the weights must be above 0, found {vars(self)}."
+            )
 
 
 @dataclass(frozen=True)

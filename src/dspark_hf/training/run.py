@@ -1,6 +1,7 @@
 """`dspark-hf train config.yaml`: one file describes a training run."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3Config,
     TrainingArguments,
 )
 
@@ -25,7 +27,7 @@ from .. import __version__
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
-from .collecting import FILES
+from .collecting import FILES, PROVENANCE
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .objective import ObjectiveWeights
@@ -82,6 +84,15 @@ class RunConfig:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("target", "data", "output", "init_from", "feature_cache"):
+            value = getattr(self, name)
+            may_be_left_out = name in ("init_from", "feature_cache")
+            if not (isinstance(value, str) and value) and not (may_be_left_out and value is None):
+                raise ValueError(f"{name} must be a path or a Hub id, found {value!r}.")
+        for name in ("num_anchors", "max_length"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, found {value!r}.")
         for name, known in (
             ("family", ("dspark", "dflash", "eagle3")),
             ("on_error", ("raise", "skip")),
@@ -98,6 +109,13 @@ class RunConfig:
         _check_keys("trainer", self.trainer, TrainingArguments)
         # YAML reads 6e-4 as text; it wants 6.0e-4.
         self.objective, self.trainer = map(_with_numbers, (self.objective, self.trainer))
+        ObjectiveWeights(**self.objective)
+        _check_trainer(self.trainer)
+        _check_drafter(self.family, self.drafter)
+        if self.family == "eagle3" and self.objective:
+            raise ValueError(
+                "objective weighs the terms of block drafters; eagle3 has one. Leave it out."
+            )
         if self.family != "eagle3" and "mask_token_id" not in self.drafter:
             raise ValueError(
                 "drafter.mask_token_id is missing. It fills the block, so take a token that text "
@@ -134,6 +152,35 @@ def _check_keys(name: str, found: dict[str, Any], known: type) -> None:
     unknown = sorted(set(found) - {f.name for f in dataclasses.fields(known)})
     if unknown:
         raise ValueError(f"{name}: {known.__name__} has no {', '.join(map(str, unknown))}.")
+
+
+def _check_trainer(found: dict[str, Any]) -> None:
+    if "output_dir" in found:
+        raise ValueError("trainer.output_dir is the run's own output; leave it out.")
+    for known in dataclasses.fields(TrainingArguments):
+        # Numbers only: what the host writes as text, such as paths, is its own to check.
+        is_number = isinstance(known.default, int | float) and not isinstance(known.default, bool)
+        if is_number and isinstance(found.get(known.name), str):
+            raise ValueError(f"trainer.{known.name} must be a number, found {found[known.name]!r}.")
+
+
+def _check_drafter(family: str, found: dict[str, Any]) -> None:
+    """What the builder would refuse or the family overrule, before the target is loaded."""
+    build = build_eagle3 if family == "eagle3" else build_drafter
+    own = {*inspect.signature(build).parameters, "draft_vocab_size"}
+    own -= {"target", "draft_vocabulary", "layer_fields"}
+    if family == "dflash":
+        own -= {*_DFLASH_FIELDS, "markov_rank"}
+    unknown = sorted(set(found) - own - set(Qwen3Config().to_dict()), key=str)
+    if unknown:
+        raise ValueError(
+            f"drafter: {family} has no {', '.join(map(str, unknown))}; known are "
+            f"{', '.join(sorted(own))} and the config fields of Qwen3 layers."
+        )
+    for name in ("block_size", "draft_vocab_size"):
+        value = found.get(name, 1)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"drafter.{name} must be an integer of at least 1, found {value!r}.")
 
 
 def _with_numbers(fields: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +275,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     target.to(arguments.device)
     block_size = config.drafter.get("block_size", 7)
     train, validation = load_examples(config, tokenizer, block_size, console)
+    _check_against_target(arguments, target, train, validation)
     torch.manual_seed(arguments.seed)
     drafter = make_drafter(config, target, train, console).to(arguments.device)
     caches = _caches(config, arguments, target, drafter, (train, validation), console, assume_yes)
@@ -256,6 +304,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
+        "training": _card_facts(config, arguments, train, trainer.state.global_step),
         "processes": arguments.world_size,
         "examples": len(train),
         "answer_tokens": sum(sum(example.loss_mask) for example in train.examples),
@@ -271,15 +320,76 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     return result
 
 
+def _card_facts(
+    config: RunConfig, arguments: TrainingArguments, train: DraftDataset, steps: int
+) -> dict[str, Any]:
+    """What a model card says about the training, by the words that stand in it."""
+    facts: dict[str, Any] = {
+        "target": _public_name(config.target),
+        "precision of the target": config.dtype,
+        "method": config.family,
+        "started from": _public_name(config.init_from) if config.init_from else "random weights",
+        "examples": len(train),
+        "answer tokens": sum(sum(example.loss_mask) for example in train.examples),
+        "steps": steps,
+        "examples per step": arguments.train_batch_size
+        * arguments.gradient_accumulation_steps
+        * arguments.world_size,
+        "learning rate": arguments.learning_rate,
+    }
+    provenance = Path(config.data) / PROVENANCE
+    if provenance.is_file():
+        made = json.loads(provenance.read_text(encoding="utf-8"))
+        facts["answers"] = "the target's own"
+        facts["temperatures of the answers"] = ", ".join(map(str, made["temperatures"]))
+        said = {None: "not said to the template", True: "on", False: "off"}
+        facts["thinking"] = said[made["thinking"]]
+    return facts
+
+
+def _public_name(source: str) -> str:
+    """A Hub id, or the last part of a path: where a folder lies says nothing to others."""
+    return Path(source).resolve().name if Path(source).is_dir() else source
+
+
+def _check_against_target(
+    arguments: TrainingArguments,
+    target: PreTrainedModel,
+    train: DraftDataset,
+    validation: DraftDataset,
+) -> None:
+    vocab_size = target.get_input_embeddings().num_embeddings
+    largest = max(max(example.input_ids) for example in train.examples + validation.examples)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"The data holds token id {largest}, and the target embeds {vocab_size} tokens. Train "
+            "on data that was made with this target and its tokenizer."
+        )
+    if arguments.eval_strategy != "no" and not len(validation):
+        raise ValueError(
+            f"trainer.eval_strategy is {arguments.eval_strategy.value!r}, and the data has no "
+            "validation rows. Collect more prompts, raise --validation-share of `dspark-hf data`, "
+            "or leave eval_strategy out."
+        )
+
+
 def _remember(config: RunConfig) -> None:
     """
     Note what the run in a folder is, so that another one does not go on from its checkpoints. The
-    host compares its own arguments when it resumes.
+    host compares its own arguments when it resumes. Where nothing has been trained yet, a corrected
+    run file takes the place of the one that failed.
     """
     facts = {k: v for k, v in dataclasses.asdict(config).items() if k != "trainer"}
     path = Path(config.output) / STARTED_WITH
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
+    has_results = last_complete_checkpoint(config.output) or (Path(config.output) / RESULT).exists()
+    if path.exists() and has_results:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}), so nobody knows what its checkpoints are. Use "
+                "another output."
+            ) from error
         different = [name for name in facts if found.get(name) != facts[name]]
         if different:
             raise ValueError(

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, parse_flag_from_env
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -33,14 +37,15 @@ class DSparkTrainer(Trainer):
     reports, `accelerate launch`, its optimisers (also the 8-bit ones of bitsandbytes).
 
     Args:
-        drafter ([`DSparkDrafter`]):
+        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]):
             Trained in place. Without an embedding and a head of its own it uses the target's,
             which stay as they are.
         target (`PreTrainedModel`): the model to draft for.
         args (`TrainingArguments`): of the host.
         train_dataset, eval_dataset ([`DraftDataset`]): examples.
-        weights ([`ObjectiveWeights`], *optional*): of the loss terms.
-        num_anchors (`int`, *optional*, defaults to 512): most anchors per example and step.
+        weights ([`ObjectiveWeights`], *optional*): of the loss terms; Eagle3 has one, unweighted.
+        num_anchors (`int`, *optional*, defaults to 512):
+            Most anchors per example and step; Eagle3 learns at every position.
         feature_caches (`tuple`, *optional*):
             [`FeatureCache`] of the training and of the evaluation examples; by default the target
             runs on every batch.
@@ -48,13 +53,14 @@ class DSparkTrainer(Trainer):
 
     Raises:
         `ValueError`: the drafter was made for another target, the target cannot be read (see
-            [`TargetReader`]), or one process sees several accelerators.
+            [`TargetReader`]), one process sees several accelerators, or FSDP cannot be used as it
+            is asked for (see [`check_sharding`]).
         `OSError`: a checkpoint could not be written; earlier ones are whole.
     """
 
     def __init__(
         self,
-        drafter: DSparkDrafter,
+        drafter: DSparkDrafter | Eagle3Drafter,
         target: PreTrainedModel,
         args: TrainingArguments,
         train_dataset: Dataset,
@@ -97,6 +103,7 @@ class DSparkTrainer(Trainer):
             data_collator=collate,
             **kwargs,
         )
+        check_sharding(args, self.accelerator)
         self.model_accepts_loss_kwargs = False
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
@@ -202,10 +209,40 @@ class DSparkTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         stored = type(self.drafter).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
-        self.drafter.load_state_dict(stored.state_dict())
+        # Also into weights that are sharded over processes.
+        set_model_state_dict(
+            self.drafter, stored.state_dict(), options=StateDictOptions(full_state_dict=True)
+        )
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def check_sharding(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """
+    The objective reads the projections of all layers from outside of the layers (context keys come
+    before any block), so FSDP can shard it as a whole only.
+
+    Raises:
+        `ValueError`: FSDP is asked for with layers wrapped one by one, or where accelerate would
+            leave it out without a word.
+    """
+    if not args.fsdp and not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            "FSDP is asked for, and accelerate would not use it here: it shards over several "
+            f"processes with an accelerator each, and found {accelerator.num_processes} on "
+            f"{accelerator.device.type}. Leave fsdp out: each process holds the whole drafter."
+        )
+    plugin = accelerator.state.fsdp_plugin
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    if plugin.transformer_cls_names_to_wrap or policy is size_based_auto_wrap_policy:
+        raise ValueError(
+            "FSDP is told to wrap layers one by one, and a drafter's layers are used in parts. Set "
+            "fsdp_config to {auto_wrap_policy: NO_WRAP}: weights, gradients and optimiser states "
+            "are sharded, and gathered for a whole step."
+        )
 
 
 def last_complete_checkpoint(folder: str | os.PathLike) -> str | None:

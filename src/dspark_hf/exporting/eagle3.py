@@ -1,0 +1,149 @@
+"""config.json of an Eagle3 drafter in the layouts of other trainers and engines."""
+
+from typing import Any
+
+from ..loading.detection import CHAIN_EAGLE3
+from ..modeling_eagle3 import Eagle3Drafter
+from .layouts import (
+    Target,
+    dtype_name,
+    layer_keys,
+    refuse,
+    special_tokens,
+    speculators_container,
+)
+
+_DEEPSPEC_ARCHITECTURES = {"qwen3": "Qwen3Eagle3Model", "gemma4_text": "Gemma4Eagle3Model"}
+# Taps that DeepSpec's trainer and the classes of the original layout are built for.
+_DEEPSPEC_TAPS, _CHAIN_TAPS = 5, 3
+
+
+def chain_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:
+    """
+    config.json of the original EAGLE-3 layout, in the words of SpecForge, which SGLang reads.
+
+    Raises:
+        `ValueError`: the drafter has something that the layout or the engine cannot say.
+    """
+    config, body = drafter.config, drafter.config.backbone_config
+    biased = getattr(body, "attention_bias", False) or getattr(body, "mlp_bias", False)
+    refuse(
+        {
+            f"a {body.model_type} layer (the layer of this layout is Llama's, without norms of "
+            "queries and keys)": body.model_type != "llama",
+            f"{len(config.target_layer_ids)} taps (the layout has {_CHAIN_TAPS})": (
+                len(config.target_layer_ids) != _CHAIN_TAPS
+            ),
+            "one norm over all taps": config.feature_norm == "joint",
+            "a residual that starts from the normed state": config.norm_before_residual,
+            "biases": biased,
+            "a logit soft-cap": config.final_logit_softcapping is not None,
+        },
+        CHAIN_EAGLE3,
+    )
+    has_head = drafter.get_output_embeddings() is not None or target.model is not None
+    raw = {
+        **layer_keys(body),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        # Without a head in the file, null makes the engine take the target's.
+        "draft_vocab_size": config.num_draftable_tokens if has_head else None,
+        "dtype": dtype_name(drafter),
+        # Inside `eagle_config` ids count layer outputs; at the top level they would be one more.
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.target_layer_ids),
+            "use_aux_hidden_state": True,
+        },
+        "fc_norm": config.feature_norm == "per_tap",
+        "target_hidden_size": config.target_hidden_size,
+        "tie_word_embeddings": False,
+        # Not a key of this layout, and no class of it minds one: how many steps were unrolled.
+        "ttt_length": config.block_size,
+        "vocab_size": config.vocab_size,
+        **special_tokens(config),
+    }
+    if config.recycles_normed_output:
+        # Left out otherwise: the key has had two meanings, and without it there is one.
+        raw["norm_output"] = True
+    depth = config.num_target_layers or target.depth
+    return raw if depth is None else {**raw, "num_target_layers": depth}
+
+
+def deepspec_eagle3_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:
+    """
+    config.json of DeepSpec's Eagle3 layout.
+
+    Raises:
+        `ValueError`: the drafter has something that the layout cannot say.
+    """
+    config, body = drafter.config, drafter.config.backbone_config
+    depth = config.num_target_layers or target.depth
+    is_gemma = body.model_type == "gemma4_text"
+    refuse(
+        {
+            f"a {body.model_type} layer (DeepSpec's is Qwen3's or Gemma 4's)": (
+                body.model_type not in _DEEPSPEC_ARCHITECTURES
+            ),
+            f"{len(config.target_layer_ids)} taps (DeepSpec's Eagle3 has {_DEEPSPEC_TAPS})": (
+                len(config.target_layer_ids) != _DEEPSPEC_TAPS
+            ),
+            "a norm in front of the context projection": config.feature_norm is not None,
+            "a residual that starts from the normed state": config.norm_before_residual,
+            "a normed output that is recycled": config.recycles_normed_output,
+            "a reduced draft vocabulary": config.draft_vocab_size is not None,
+            "features of another width than the draft layer": (
+                config.target_hidden_size != config.hidden_size
+            ),
+            "a logit soft-cap over a Qwen3 layer": (
+                config.final_logit_softcapping is not None and not is_gemma
+            ),
+            "no record of the target's depth (pass the target)": depth is None,
+        },
+        "DeepSpec",
+    )
+    raw = {
+        **layer_keys(body),
+        "architectures": [_DEEPSPEC_ARCHITECTURES[body.model_type]],
+        "draft_num_hidden_layers": 1,
+        "dtype": dtype_name(drafter),
+        "num_target_layers": depth,
+        "target_layer_ids": list(config.target_layer_ids),
+        "target_model_name_or_path": target.name,
+        "tie_word_embeddings": False,
+        "ttt_length": config.block_size,
+        "vocab_size": config.vocab_size,
+        **special_tokens(config),
+    }
+    return {**raw, "final_logit_softcapping": config.final_logit_softcapping} if is_gemma else raw
+
+
+def speculators_eagle3_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:
+    """
+    config.json of a speculators Eagle3 drafter.
+
+    Raises:
+        `ValueError`: the drafter has something that the layout cannot say, or the target's name is
+            not known.
+    """
+    config, body = drafter.config, drafter.config.backbone_config
+    refuse(
+        {
+            f"a {body.model_type} layer (speculators layers are llama or qwen3)": (
+                body.model_type not in ("llama", "qwen3")
+            ),
+            "a logit soft-cap": config.final_logit_softcapping is not None,
+            "features of another width than the draft layer": (
+                config.target_hidden_size != config.hidden_size
+            ),
+            "no name of its target (pass target_name)": target.name is None,
+        },
+        "speculators",
+    )
+    return {
+        **speculators_container(drafter, target, "eagle3", "Eagle3Speculator"),
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
+        "embed_requires_grad": False,
+        "fc_norm": config.feature_norm == "per_tap",
+        "norm_before_fc": config.feature_norm == "joint",
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.recycles_normed_output,
+    }
