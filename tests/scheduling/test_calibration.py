@@ -154,12 +154,13 @@ def test_survival_is_cumulative():
     assert scaled[0].tolist() == pytest.approx([0.75, 0.75 * 0.4], abs=1e-6)
 
 
-def test_figures_agree_with_a_library():
-    """Ties, and both ends of the scale."""
+@pytest.mark.parametrize("levels", [8, 10**6])
+def test_figures_agree_with_a_library(levels):
+    """With many ties, both ends of the scale included, and with few."""
     generator = torch.Generator().manual_seed(0)
-    predictions = (torch.rand(500, generator=generator) * 8).round() / 8
+    predictions = (torch.rand(500, generator=generator) * levels).round() / levels
     outcomes = torch.rand(500, generator=generator) < predictions
-    assert {0.0, 1.0} < set(predictions.tolist())
+    assert levels > 8 or {0.0, 1.0} < set(predictions.tolist())
     expected = roc_auc_score(outcomes.numpy(), predictions.numpy())
     assert ranking_quality(predictions, outcomes) == pytest.approx(expected)
     expected = brier_score_loss(outcomes.numpy(), predictions.numpy())
@@ -175,7 +176,9 @@ def test_calibration_error_by_hand():
     both = torch.stack((predictions, torch.full((4,), 0.75)))
     assert expected_calibration_error(both, outcomes).tolist() == pytest.approx([expected, 0.0])
     assert torch.isnan(expected_calibration_error(torch.zeros(0), torch.zeros(0).bool()))
-    assert np.isnan(ranking_quality(predictions, torch.ones(4).bool()))
+    for one_class in (torch.ones(4).bool(), torch.zeros(4).bool()):
+        assert np.isnan(ranking_quality(predictions, one_class))
+    assert np.isnan(ranking_quality(torch.zeros(0), torch.zeros(0).bool()))
     assert np.isnan(brier_score(torch.zeros(0), torch.zeros(0).bool()))
 
 
