@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--records", type=Path, required=True, help="of `calibrate --records`")
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="taken in turn")
     parser.add_argument("--output", type=Path, required=True, help="folder, continued if it exists")
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 8], help="batch sizes")
@@ -127,7 +127,7 @@ def measure(
     done = [json.loads(line) for line in lines]
     spent = sum(batch["wall_seconds"] for batch in done)
     clock = time.process_time if args.cpu_time else time.perf_counter
-    texts = read_prompts(args.prompts)
+    texts = [text for turn in zip(*map(read_prompts, args.prompts), strict=False) for text in turn]
     parts: list[int | str] = [*args.rows, LOADS] if args.loads else [*args.rows]
     warm_up = pair.encode_batch(texts[:1])
     for options in all_rules[1].values():
@@ -221,7 +221,7 @@ def check_settings(args: argparse.Namespace, pair: Pair) -> None:
         "drafter": drafter_facts("drafter", pair.drafter)["id"],
         "machine": machine_facts(pair),
         "profile": json.loads(args.profile.read_text(encoding="utf-8")),
-        "prompts": args.prompts.name,
+        "prompts": [path.name for path in args.prompts],
         **{name: getattr(args, name) for name in ("rows", "loads", "max_new_tokens", "cpu_time")},
     }
     path = args.output / "settings.json"

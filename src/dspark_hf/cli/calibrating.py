@@ -55,6 +55,7 @@ def run_calibrate(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    measured = profile_facts(pair.target, pair.drafter)
     facts = {
         "target": target,
         "prompts": [path.name for path in prompts],
@@ -62,11 +63,7 @@ def run_calibrate(
         "machine": machine_facts(pair),
         # What a profile and a calibration that are used together with the rounds have to fit.
         "confidence_head": fingerprint,
-        "pair": {
-            name: fact
-            for name, fact in profile_facts(pair.target, pair.drafter).items()
-            if name in ("target", "drafter")
-        },
+        "pair": {name: measured[name] for name in ("target", "drafter")},
     }
     fit, held = _collect(console, pair, (fitted_on, held_out), batch_size, options, facts)
     temperatures, offsets = fit_with_offsets(fit) if with_offsets else (fit_temperatures(fit), None)
@@ -84,20 +81,18 @@ def run_calibrate(
     )
     calibration.save(output)
     console.print(_calibration_table(calibration, before, after, chance))
-    console.print(f"written: {output}")
     if records_path is not None:
         held.save(records_path)
-        console.print(f"written: {records_path}")
     if save_into is not None:
         calibration.apply_to(pair.drafter)
         pair.drafter.save_pretrained(save_into)
-        console.print(f"written: {save_into}")
     if plot is not None:
         plots.plot_reliability(held, calibration, plot)
-        console.print(f"written: {plot}")
     if sweep_plot is not None:
         plots.plot_thresholds(sweep_thresholds(held, calibration), sweep_plot)
-        console.print(f"written: {sweep_plot}")
+    for path in (output, records_path, save_into, plot, sweep_plot):
+        if path is not None:
+            console.print(f"written: {path}")
     return calibration
 
 

@@ -21,6 +21,8 @@ TEMPERATURE_GRID = torch.tensor([2.0 ** (i / 16) for i in range(-48, 49)], dtype
 
 # Bounds of an offset and how often that range is halved: to 1e-6.
 _MOST_OFFSET, _HALVINGS = 8.0, 24
+# One round that was thought impossible must not decide alone.
+_LEAST_PROBABILITY = 1e-6
 
 # Fewest rounds of either outcome that say anything about a temperature.
 _MIN_OUTCOMES = 20
@@ -59,11 +61,14 @@ def fit_temperatures(records: AcceptanceRecords) -> torch.Tensor:
 
 def fit_with_offsets(records: AcceptanceRecords) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Temperatures by STS, each with the offset that makes the mean prediction right: beyond the
-    paper, for confidences that are off by a constant, which no temperature can take away.
+    Temperatures, each with the offset that makes the mean prediction right: beyond the paper, for
+    confidences that are off by a constant, which no temperature can take away.
 
-    The order of the confidences at a position stays as it was. A position that fewer than 20 rounds
-    survived, or fewer than 20 did not, keeps 1 and 0.
+    In order and on the cumulative product, as in STS, but of the grid the temperature with the
+    greatest likelihood is taken. Once the mean is right, the calibration error alone would be
+    content with the highest temperature, under which a confidence says nothing any more. The order
+    of the confidences at a position stays as it was. A position that fewer than 20 rounds survived,
+    or fewer than 20 did not, keeps 1 and 0.
 
     Returns:
         Temperatures and offsets, each `torch.Tensor` of shape `(γ,)`, float64.
@@ -82,15 +87,23 @@ def _fit(records: AcceptanceRecords, with_offsets: bool) -> tuple[torch.Tensor, 
         judged = records.judged(k)
         outcomes = records.survived(k)[judged]
         if min(int(outcomes.sum()), int((~outcomes).sum())) >= _MIN_OUTCOMES:
-            scaled = logits[judged] / grid[:, None]
-            shifts = torch.zeros_like(grid)
+            scaled, before = logits[judged] / grid[:, None], prefix[judged]
             if with_offsets:
-                shifts = _mean_matching(scaled, prefix[judged], outcomes.double().mean())
-            predictions = prefix[judged] * (scaled + shifts[:, None]).sigmoid()
-            best = expected_calibration_error(predictions, outcomes).argmin()
+                shifts = _mean_matching(scaled, before, outcomes.double().mean())
+                loss = _log_loss(before * (scaled + shifts[:, None]).sigmoid(), outcomes)
+            else:
+                shifts = torch.zeros_like(grid)
+                loss = expected_calibration_error(before * scaled.sigmoid(), outcomes)
+            best = loss.argmin()
             temperatures[k], offsets[k] = grid[best], shifts[best]
         prefix = prefix * (logits / temperatures[k] + offsets[k]).sigmoid()
     return temperatures, offsets
+
+
+def _log_loss(predictions: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
+    """Mean negative log-likelihood `(G,)` of `(G, N)` predictions."""
+    right = predictions.where(outcomes, 1 - predictions)
+    return -right.clamp(min=_LEAST_PROBABILITY).log().mean(dim=1)
 
 
 def _mean_matching(
