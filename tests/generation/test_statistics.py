@@ -39,6 +39,16 @@ def test_prefix_and_conditional_acceptance():
     assert statistics.conditional_acceptance == [3 / 4, 1.0, 1 / 2, 1.0]
 
 
+def test_a_line_for_people():
+    statistics = statistics_of_rounds((4, 4, 5), (4, 0, 1), (4, 2, 3), (2, 2, 3))
+    statistics.calls, statistics.new_tokens = 1, 13
+    assert str(statistics) == (
+        "τ 3.00: 13 tokens of 1 calls, 4 rounds; 8 of 14 verified draft tokens accepted; "
+        "acceptance by position, given all before: 0.75, 1.00, 0.50, 1.00"
+    )
+    assert "τ nan" in str(Statistics())
+
+
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 5])
 def test_a_stop_token_inside_an_accepted_run(offset):
     """B028, B150: emitted tokens count, and there is no bonus behind a stop."""

@@ -56,6 +56,12 @@ def _wrap_validate(original):
             check_pairing(self, drafter)
             # The host's own assisted loop takes one row and no recurrent state; ours takes both.
             generation_mode = plain_mode(generation_config)
+        elif isinstance(drafter, str):
+            # The host would say that a str has no config. Pipelines take names, this does not.
+            raise TypeError(
+                f"assistant_model is the text {drafter!r}, and generate takes a loaded model: "
+                f"DSparkDrafter.from_pretrained({drafter!r}), or the class of your assistant."
+            )
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate

@@ -73,6 +73,15 @@ class Statistics:
         default_factory=lambda: [[0, 0.0, 0] for _ in range(NUM_CONFIDENCE_BINS)]
     )
 
+    def __str__(self) -> str:
+        """One line for people."""
+        rates = ", ".join(f"{rate:.2f}" for rate in self.conditional_acceptance) or "none"
+        return (
+            f"τ {self.accepted_length:.2f}: {self.new_tokens} tokens of {self.calls} calls, "
+            f"{self.rounds} rounds; {self.accepted} of {self.verified} verified draft tokens "
+            f"accepted; acceptance by position, given all before: {rates}"
+        )
+
     @property
     def accepted_length(self) -> float:
         """τ: committed tokens per round, bonus token included. NaN before the first round."""
@@ -201,7 +210,7 @@ def collect_statistics(
     ```python
     with collect_statistics() as statistics:
         target.generate(**inputs, assistant_model=drafter)
-    print(statistics.accepted_length)
+    print(statistics)  # τ, tokens, rounds, acceptance by position
     ```
     """
     collector = _Collector(Statistics(), on_round)
