@@ -323,7 +323,7 @@ def test_the_nested_rotary_base_wins():
 
 
 def test_keys_copied_from_the_target_are_not_inherited(tmp_path):
-    """B112, B087: the config of a published drafter is a copy of its target's."""
+    """B112, B087, T9: the config of a published drafter is a copy of its target's."""
     residue = {
         "quantization_config": {"quant_method": "fp8"},
         "auto_map": {"AutoModel": "code.Model"},
@@ -333,6 +333,9 @@ def test_keys_copied_from_the_target_are_not_inherited(tmp_path):
         "num_experts": 8,
     }
     folder = copy_checkpoint(tmp_path, **residue)
+    # Newer configs carry these inside; a plain rotary embedding reads neither.
+    nested = {"rope_parameters.partial_rotary_factor": 0.25, "rope_parameters.mrope_section": [1]}
+    edit_config(folder, **nested)
     drafter = DSparkDrafter.from_pretrained(folder)
     drafter.save_pretrained(tmp_path / "own")
     text = (tmp_path / "own" / "config.json").read_text(encoding="utf-8")
