@@ -162,7 +162,7 @@ def test_finished_rows_that_cannot_leave_count_in_the_step():
 def test_a_compiled_width_stays_below_the_ceiling():
     """Widths are rounded up to what is compiled, and then down where the ceiling says so."""
     target, drafter, input_ids = make_target("qwen3"), with_confidence(9.0), make_prompt(6)
-    for ceiling, width in ((None, 3), (3, 1), (4, 3), (1, 0)):
+    for ceiling, held, width in ((None, 1, 3), (3, 1, 1), (4, 1, 3), (1, 1, 0), (6, 2, 1)):
         settings = DraftSettings(3, scheduling=SchedulingSettings(max_verify_tokens=ceiling))
         with DSparkCandidateGenerator(
             target, drafter, settings, LogitsProcessorList(), False, batch_size=1
@@ -171,9 +171,10 @@ def test_a_compiled_width_stays_below_the_ceiling():
             target(input_ids[:, :-1])
             generator.capture()
             generator.commit()
-            proposal = generator.propose(Rows(input_ids, 0), [2 if ceiling is None else 4])
+            limit = 2 if ceiling is None else 4
+            proposal = generator.propose(Rows(input_ids, 0), [limit], num_held=held)
         assert proposal.tokens.shape[1] == width
-        assert max(proposal.lengths) == min(width, 2 if ceiling is None else 4)
+        assert max(proposal.lengths) == min(width, limit)
 
 
 def test_a_missing_head_or_profile_verifies_everything_with_one_warning(caplog):
