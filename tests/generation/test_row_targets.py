@@ -83,6 +83,9 @@ def test_an_adapter_active_switched_off_and_merged():
         check(target)
         without = target(**batch).logits
     check(target)
+    # One adapter for each row, which stays with it when others finish.
+    target.eval()
+    check(target, adapter_names=["default", "__base__", "default"])
     adapted = target(**batch).logits
     merged = target.merge_and_unload()
     check(merged)
