@@ -30,7 +30,7 @@ def script_rows(
     """
     Replace the drafter's proposals row by row: the first `num_right` tokens of a block are those of
     the row's text, the rest are wrong. Rows are told apart by their texts `(length,)`, prompt
-    included, so they may leave the batch.
+    included, so they may leave the batch; a row that has left its text is not helped any more.
     """
     draft, width = drafter.draft, drafter.config.block_size
 
@@ -39,7 +39,9 @@ def script_rows(
         tokens, free = torch.zeros_like(block.tokens), list(range(len(texts)))
         for i, length in enumerate((context.lengths + 1).tolist()):
             seen = kwargs["input_ids"][i, -length:]
-            row = next(r for r in free if torch.equal(texts[r][:length], seen))
+            row = next((r for r in free if torch.equal(texts[r][:length], seen)), None)
+            if row is None:
+                continue
             free.remove(row)
             known = texts[row][length : length + width]
             tokens[i, : len(known)] = known

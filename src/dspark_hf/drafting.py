@@ -78,8 +78,9 @@ class DraftContext:
         """The position that comes next: one number, or `(R,)` where rows differ."""
         return self.position if bool((self.lengths == self.position).all()) else self.lengths
 
-    def skip(self, num_positions: int) -> None:
-        """Pass over committed positions that the drafter will not look at."""
+    def skip(self, num_positions: int | torch.Tensor) -> None:
+        """Pass over committed positions, of all rows or `(R,)`, that the drafter will not look
+        at."""
         self.lengths = self.lengths + num_positions
 
     def append(

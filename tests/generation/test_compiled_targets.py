@@ -64,17 +64,34 @@ def test_what_the_host_compiles_is_compiled_whole_and_seldom(graphs):
 
 def test_what_the_caller_compiled_is_read_call_after_call(graphs):
     compiled, backend = graphs
-    target, prompts = make_target(num_hidden_layers=2), make_prompts([6])
+    target, prompts = make_target(num_hidden_layers=1), make_prompts([6])
     batch = pad_left(prompts)
     expected = target.generate(**batch, **OPTIONS)
     target.forward = torch.compile(target.forward, backend=backend, dynamic=True)
     for _ in range(2):
-        assert torch.equal(run(target, expected, batch, prompts, [2]), expected)
+        assert torch.equal(run(target, expected, batch, prompts, [2], taps=(-1,)), expected)
     assert 1 <= len(compiled) <= 4
     with pytest.raises(ValueError, match="prefill_chunk_size=4"):
-        run(target, expected, batch, prompts, [2], prefill_chunk_size=4)
-    with pytest.raises(ValueError, match=r"last layer, 1, which a compiled target"):
-        run(target, expected, batch, prompts, [2], taps=(0, 1))
+        run(target, expected, batch, prompts, [2], taps=(-1,), prefill_chunk_size=4)
+    with pytest.raises(ValueError, match=r"last layer, 0, which a compiled target"):
+        run(target, expected, batch, prompts, [2], taps=(0,))
+
+
+def test_layers_of_a_drafter_are_compiled_once(graphs):
+    """B107: the context grows from round to round and from call to call."""
+    compiled, backend = graphs
+    target, prompts = make_target(), make_prompts([6])
+    batch = pad_left(prompts)
+    expected = target.generate(**batch, **OPTIONS)
+    drafter = make_drafter()
+    for layer in drafter.layers:
+        layer.compile(backend=backend, dynamic=True)
+    counts = []
+    for prompt in (batch["input_ids"], expected[:, :10]):
+        found = target.generate(prompt, assistant_model=drafter, max_length=22, do_sample=False)
+        assert torch.equal(found, expected)
+        counts.append(len(compiled))
+    assert counts == [2, 2]
 
 
 def test_a_compiled_part_makes_a_compiled_target():

@@ -204,7 +204,7 @@ def test_prompts_of_embeddings_alone(caplog, lengths):
     drafter = make_eagle3()
     embeds = target.get_input_embeddings()(batch.pop("input_ids"))
     with caplog.at_level(logging.WARNING), collect_statistics() as statistics:
-        output = greedy(target, assistant_model=drafter, inputs_embeds=embeds, **batch)
+        output = greedy(target, None, drafter, inputs_embeds=embeds, **batch)
     assert torch.equal(output, expected[:, max(lengths) :])
     assert statistics.drafted > 0
     told = [record for record in caplog.records if "inputs_embeds alone" in record.message]

@@ -90,6 +90,7 @@ class Frame:
             and not self.lock_step
             and not any(cache_layers.is_static(layer) for layer in layers)
             and not _other_tensors_per_row(kwargs, num_rows)
+            and not _rows_have_adapters(model)
         )
         self._overwriting = [i for i, layer in enumerate(layers) if cache_layers.overwrites(layer)]
         self._saved: dict[int, Any] = {}
@@ -378,4 +379,13 @@ def _other_tensors_per_row(kwargs: dict[str, Any], num_rows: int) -> bool:
         isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == num_rows
         for name, value in kwargs.items()
         if name not in known
+    )
+
+
+def _rows_have_adapters(model: PreTrainedModel) -> bool:
+    # PEFT hands `adapter_names`, one for each row of the batch, to its layers by hooks.
+    return any(
+        "adapter_names" in getattr(hook, "keywords", ())
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
     )

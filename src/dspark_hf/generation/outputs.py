@@ -126,7 +126,8 @@ class OutputRecorder:
         """Those of the `hidden_states` of a forward that the caller asked for."""
         if self._places is None:
             return states
-        asked = {place % len(states) for place in self._places}
+        count = len(states)
+        asked = {place % count for place in self._places if -count <= place < count}
         return tuple(state if i in asked else None for i, state in enumerate(states))
 
     def scores(self, count: int | None = None) -> tuple[torch.Tensor, ...] | None:

@@ -159,8 +159,8 @@ class TargetTaps:
         """
         if not all(self._states):
             raise ValueError(
-                "The target ran without its tapped layers being seen. A forward that was compiled "
-                "in a way not recognised here skips hooks: give the uncompiled target."
+                "The target ran without its tapped layers being seen; a compiled forward skips "
+                "hooks. Give the uncompiled target."
             )
         taps = [
             states[0] if len(states) == 1 else torch.cat(states, dim=1) for states in self._states
