@@ -46,6 +46,7 @@ def test_trained_facts_have_no_default(name):
     [
         ({"block_size": 0}, "block_size must be an integer of at least 1, found 0"),
         ({"block_size": 2.5}, "block_size .* found 2.5"),
+        ({"block_size": 10**9}, "block_size is 1000000000; .* at most 1024 tokens per round"),
         ({"num_target_layers": -4}, "num_target_layers .* found -4"),
         ({"target_hidden_size": "32"}, "target_hidden_size .* found '32'"),
         ({"vocab_size": 0}, "vocab_size .* found 0"),

@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 # Rotary types that are no drafter's: keys that were rotated once would go wrong.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 BACKBONES = ("qwen3", "gemma4_text", "deepseek_v4")
+# Far above any drafter's (published ones have 3 to 16); a block is run whole in every round.
+_MOST_DRAFT_TOKENS = 1024
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -97,6 +99,12 @@ class DrafterConfig(PreTrainedConfig):
                 )
         for name in ("block_size", "target_hidden_size", "vocab_size"):
             require_int(name, getattr(self, name), minimum=1)
+        if self.block_size > _MOST_DRAFT_TOKENS:
+            raise ValueError(
+                f"block_size is {self.block_size}; a drafter drafts at most {_MOST_DRAFT_TOKENS} "
+                "tokens per round. It must be the number that the drafter was trained with: take "
+                "it from its author."
+            )
         if self.num_target_layers is not None:
             require_int("num_target_layers", self.num_target_layers, minimum=1)
         if self.backbone_config.model_type not in self.backbones:

@@ -118,6 +118,7 @@ def test_a_gemma_config_without_its_rotary_base(tmp_path):
         ({"block_size": 0}, "block_size must be an integer of at least 1 .*found 0"),
         ({"block_size": -5}, "block_size .* found -5"),
         ({"block_size": "5"}, "block_size .* found '5'"),
+        ({"block_size": 10**9}, "block_size is 1000000000; .* at most 1024 tokens"),
         ({"target_layer_ids": [1, 3, 8]}, "contains 8, but a target of 8 layers .* 0 to 7"),
         ({"target_layer_ids": [-2, 3, 6]}, "target_layer_ids .* at least -1, found -2"),
         ({"target_layer_ids": [3, 1, 6]}, r"strictly increasing, found \[3, 1, 6\]"),

@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +66,14 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     old = {name: file for name, file in index["weight_map"].items() if is_stored_part(name)}
     kept = {name: file for name, file in index["weight_map"].items() if name not in old}
     written: dict[str, str] = {}
-    for stage in range(num_stages):
-        file = f"mtp-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-        tensors = dict(_stage_tensors(drafter, stage))
-        with _replacing(folder / file) as temporary:
+    # All shards take their places together: a weight that has no form may be in the last one.
+    with ExitStack() as shards:
+        for stage in range(num_stages):
+            file = f"mtp-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+            tensors = dict(_stage_tensors(drafter, stage))
+            temporary = shards.enter_context(_replacing(folder / file))
             save_file(tensors, temporary, metadata={"format": "pt"})
-        written |= dict.fromkeys(tensors, file)
+            written |= dict.fromkeys(tensors, file)
     _write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": kept | written})
     _write_json(folder / "config.json", {**raw, **_config_keys(drafter, raw)})
     # Only now nothing refers to them.
