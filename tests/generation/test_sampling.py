@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dspark_hf import collect_statistics, modeling_dspark
+from dspark_hf import collect_statistics, drafting
 from dspark_hf.drafting import probabilities, sample
-from dspark_hf.generation import judging
+from dspark_hf.generation import decoding, judging
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.generation.verification import threshold_lengths, verify_sampling
 from tiny import make_drafter, make_target
@@ -280,7 +280,9 @@ def test_the_ratio_uses_the_very_probabilities_that_tokens_were_drawn_from(monke
         torch.testing.assert_close(totals, torch.ones_like(totals), atol=1e-5, rtol=0)
         return verify_sampling(target_probs, draft_tokens, draft_probs, verify_lengths)
 
-    monkeypatch.setattr(modeling_dspark, "sample", drawing)
+    monkeypatch.setattr(drafting, "sample", drawing)
+    # The first token of a text is no draft.
+    monkeypatch.setattr(decoding, "sample", sample)
     monkeypatch.setattr(judging, "verify_sampling", verifying)
     target, drafter = small_target().bfloat16(), small_drafter().bfloat16()
     target.generate(
