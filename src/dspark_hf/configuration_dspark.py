@@ -7,6 +7,18 @@ from transformers import PreTrainedConfig
 from .configuration_drafter import DrafterConfig, require_int
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+# What DeepSeek-V4 layers are made of beside the sizes that every backbone has.
+_DEEPSEEK_V4_SIZES = (
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+)
 
 
 class DSparkConfig(DrafterConfig):
@@ -173,6 +185,14 @@ class DSparkConfig(DrafterConfig):
 
     def _validate_deepseek_v4(self) -> None:
         backbone = self.backbone_config
+        for name in _DEEPSEEK_V4_SIZES:
+            require_int(f"backbone_config.{name}", getattr(backbone, name), minimum=1)
+        chosen, experts = backbone.num_experts_per_tok, backbone.num_local_experts
+        if chosen > experts:
+            raise ValueError(
+                f"backbone_config.num_experts_per_tok is {chosen}, and the layers have {experts} "
+                "routed experts to choose from. The two must come from the same training."
+            )
         for name, expected in (("layer_types", "sliding_attention"), ("mlp_layer_types", "moe")):
             found = set(getattr(backbone, name))
             if found != {expected}:

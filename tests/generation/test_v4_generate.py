@@ -15,6 +15,7 @@ from checkpoints import GOLDEN
 from dspark_hf import DSparkCandidateGenerator, collect_statistics
 from dspark_hf.drafting import probabilities
 from dspark_hf.generation.settings import DraftSettings
+from dspark_hf.generation.taps import TargetTaps
 from dspark_hf.pipelines import _load_drafter
 from tiny import make_drafter, make_prompt, make_scripted
 from tiny_v4 import (
@@ -75,6 +76,34 @@ def test_every_accepted_count_is_exact_far_past_the_window(prompt_length, block_
         output, statistics = generate(tiny_target(), prompt, drafter)
         assert torch.equal(output, expected), num_right
         assert statistics.accepted == sum(statistics.verified_at[:num_right])
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 5])
+def test_the_drafters_context_in_every_round_equals_a_fresh_one(num_right):
+    """B019, B044: what was committed, far past the window, and no row of a rejected draft."""
+    prompt, expected = reference()
+    target, drafter = tiny_target(), make_scripted(make_v4_drafter(), expected, num_right)
+    with TargetTaps(target, drafter.config.target_layer_ids) as taps:
+        run(target, None, expected)
+        features = taps.take()
+    draft, rounds = drafter.draft, []
+
+    def checking(context, anchor_ids, **kwargs):
+        committed = kwargs["input_ids"].shape[1] - 1
+        rounds.append(committed)
+        fresh = drafter.new_context(1, target=target)
+        drafter.extend(fresh, features[:, :committed])
+        assert context.lengths.tolist() == fresh.lengths.tolist() == [committed]
+        for layer, wanted in zip(context.cache.layers, fresh.cache.layers, strict=True):
+            found, rows = (side.keys[:, :, side.first : side.length] for side in (layer, wanted))
+            assert found.shape[2] == min(committed, WINDOW)
+            torch.testing.assert_close(found, rows, atol=5e-5, rtol=1e-4)
+        return draft(context, anchor_ids, **kwargs)
+
+    drafter.draft = checking
+    output, _ = generate(target, prompt, drafter)
+    assert torch.equal(output, expected)
+    assert len(rounds) >= NEW_TOKENS // (num_right + 1) - 2
 
 
 def test_packed_experts_draft_as_their_decoded_values_do():
@@ -203,7 +232,7 @@ def test_the_string_form_finds_the_drafter_in_the_targets_folder():
 
 # -- sampling
 
-VOCAB, LENGTH, CALLS = 4, 3, 200
+VOCAB, LENGTH = 4, 3
 TEMPERATURE = 0.7
 
 
@@ -228,8 +257,36 @@ def exact_paths(target, prompt):
     return joint
 
 
-def test_sampled_texts_have_the_targets_distribution():
-    """Over all 64 texts of three tokens; the prompt ends one before a compression boundary."""
+def choose_by_rank(drafter, twin, num_right):
+    """
+    Replace the proposals: the first `num_right` tokens are the target's most likely ones, the rest
+    its least likely. Asks a twin of the target, whose forwards the taps do not see.
+    """
+    draft = drafter.draft
+    scores_behind = functools.cache(lambda ids: run(twin, None, torch.tensor([ids]))[0, -1])
+
+    def chosen(context, anchor_ids, **kwargs):
+        block = draft(context, anchor_ids, **kwargs)
+        for row, ids in zip(block.tokens, kwargs["input_ids"].tolist(), strict=True):
+            for k in range(len(row)):
+                scores = scores_behind(tuple(ids))
+                row[k] = scores.argmax() if k < num_right else scores.argmin()
+                ids.append(int(row[k]))
+        return block
+
+    drafter.draft = chosen
+    return drafter
+
+
+@pytest.mark.parametrize(("num_right", "calls", "rows"), [(None, 200, 1), (2, 60, 4), (1, 60, 4)])
+def test_sampled_texts_have_the_targets_distribution(num_right, calls, rows):
+    """
+    Over all 64 texts of three tokens; the prompt ends one before a compression boundary. With the
+    drafter's own samples, with the best tokens there are, and with the best and the worst.
+
+    Each fails a correct implementation with probability 1e-4 over the choice of seeds. Rows in
+    lock-step count as calls: what one of them discards depends on the others alone.
+    """
     target = small_target()
     drafter = make_v4_drafter(
         VOCAB,
@@ -239,21 +296,25 @@ def test_sampled_texts_have_the_targets_distribution():
         confidence_head=False,
         confidence_head_with_markov=False,
     )
+    if num_right is not None:
+        choose_by_rank(drafter, small_target(), num_right)
     prompt = torch.tensor([[3, 2, 1, 2, 3, 1, 2]])
+    weights = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
     counts = torch.zeros(VOCAB**LENGTH)
     with collect_statistics() as statistics:
-        for seed in range(CALLS):
+        for seed in range(calls):
             torch.manual_seed(seed)
-            text = target.generate(
-                prompt,
+            texts = target.generate(
+                prompt.repeat(rows, 1),
                 assistant_model=drafter,
                 do_sample=True,
                 temperature=TEMPERATURE,
                 top_k=0,
                 max_new_tokens=LENGTH,
+                dspark_draft_sampling="sample" if num_right is None else "greedy",
             )
-            path = text[0, prompt.shape[1] :].tolist()
-            counts[sum(t * VOCAB ** (LENGTH - 1 - i) for i, t in enumerate(path))] += 1
+            paths = (texts[:, prompt.shape[1] :] * weights).sum(dim=1)
+            counts += torch.bincount(paths, minlength=VOCAB**LENGTH)
     # Some drafts are accepted and some are not, or one branch of the rule was never taken.
     assert 0 < statistics.accepted < statistics.verified
     assert_distributed_as(counts, exact_paths(target, prompt))

@@ -249,6 +249,13 @@ def test_v41_is_refused_by_name(tmp_path, changes):
         ({"dspark_target_layer_ids": [3, 4, 6]}, "contains 6"),
         ({"q_lora_rank": 16}, r"wq_a.weight has shape \(32, 64\), expected \(16, 64\)"),
         ({"n_routed_experts": 4}, r"unexpected mtp.0.ffn.experts.4.w1.weight"),
+        (
+            {"n_routed_experts": 10**9},
+            r"n_routed_experts 1000000000, and .* mtp\.\* tensors in all",
+        ),
+        ({"num_experts_per_tok": 100}, "num_experts_per_tok is 100, and .* routed experts"),
+        ({"q_lora_rank": 0}, "q_lora_rank must be an integer of at least 1, found 0"),
+        ({"sliding_window": 0}, "sliding_window must be an integer of at least 1, found 0"),
     ],
 )
 def test_a_config_that_does_not_fit(tmp_path, changes, match):

@@ -1,7 +1,7 @@
 """
 Damaged checkpoints end in a clear error or a correct reading, never in a crash or a silent default.
 
-2,000 mutations with a fixed seed: 1,700 of config.json, 300 of the weight file.
+2,600 mutations with a fixed seed: 2,200 of config.json, 400 of the weight file.
 """
 
 import inspect
@@ -10,13 +10,24 @@ import random
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from checkpoints import GATED, GEMMA4, GOLDEN, VANILLA, copy_checkpoint, copy_folder, read_json
-from dspark_hf import DSparkConfig, DSparkDrafter, UnsupportedCheckpointError
+from checkpoints import (
+    EAGLE3,
+    GATED,
+    GEMMA4,
+    GOLDEN,
+    VANILLA,
+    copy_checkpoint,
+    copy_folder,
+    read_json,
+)
+from dspark_hf import DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError
 from dspark_hf.loading.checkpoint import read_facts
 from dspark_hf.loading.reading import UndecidedLayoutError
 from published import lfm2, modelopt, specforge, zlab
-from tiny import make_drafter
+from tiny import make_drafter, make_eagle3
+from tiny_v4 import V4
 
 SPECULATORS = GOLDEN.parent / "golden_speculators"
 JUNK = (None, "", "x", -1, 0, 1, 7, 10**9, 1.5, True, False, [], [0], ["x"], {}, {"a": 1}, [[1]])
@@ -46,6 +57,7 @@ ABSENT_MEANS = {
     "layer_types",
     "use_sliding_window",
     "dtype",
+    "torch_dtype",
     "final_logit_softcapping",
     # Special tokens are compared where they are known.
     "bos_token_id",
@@ -59,6 +71,7 @@ ABSENT_MEANS = {
     "rms_norm_eps",
     "rope_parameters",
     "rope_theta",
+    "norm_output",
     # Corrections of a rotary type.
     "rope_type",
     "factor",
@@ -86,7 +99,21 @@ def sources(folder):
     specforge(folder / "specforge")
     modelopt(folder / "modelopt", swa=5, causal=True)
     lfm2(folder / "lfm2")
+    make_eagle3().save_pretrained(folder / "own_eagle3")
+    copy_checkpoint(folder / EAGLE3, EAGLE3)
+    copy_folder(SPECULATORS / "eagle3_qwen3_full", folder / "eagle3_speculators")
+    embedded(folder / V4)
     return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def embedded(folder):
+    """The drafter's part of a DeepSeek-V4 checkpoint; what is damaged of a target is not read."""
+    folder.mkdir()
+    shutil.copy(GOLDEN / V4 / "config.json", folder)
+    shards = (load_file(path) for path in (GOLDEN / V4).glob("model-*"))
+    tensors = {name: value for shard in shards for name, value in shard.items()}
+    drafter = {name: value for name, value in tensors.items() if name.startswith("mtp.")}
+    save_file(drafter, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def paths_of(raw, prefix=()):
@@ -113,8 +140,9 @@ def mutate(raw, chance):
 
 def read(folder):
     """The facts, or the clear error that says why there are none."""
+    cls = Eagle3Drafter if "eagle3" in folder.name else DSparkDrafter
     try:
-        return read_facts(DSparkDrafter, str(folder), download_weights=True)
+        return read_facts(cls, str(folder), download_weights=True)
     except CLEAR as error:
         found = error
     assert type(found) in CLEAR, repr(found)
@@ -125,7 +153,7 @@ def read(folder):
 def facts_of(facts):
     """What drafting depends on; a host config carries other things along."""
     config, body = facts.config, facts.config.backbone_config
-    names = [name for name in inspect.signature(DSparkConfig).parameters if hasattr(config, name)]
+    names = [name for name in inspect.signature(type(config)).parameters if hasattr(config, name)]
     read = {name: getattr(config, name) for name in names if name != "backbone_config"}
     read |= {name: getattr(body, name, None) for name in LAYER_FACTS}
     return json.dumps(read, sort_keys=True, default=str)
@@ -139,15 +167,15 @@ def checkpoints(tmp_path_factory):
 
 def test_every_source_is_read(checkpoints):
     """Otherwise the mutations below would show nothing."""
-    assert len(checkpoints) == 12
+    assert len(checkpoints) == 16
     assert all(facts is not None for _, _, facts in checkpoints)
-    assert len({facts.dialect for _, _, facts in checkpoints}) == 7
+    assert len({facts.dialect for _, _, facts in checkpoints}) == 11
 
 
 def test_mutated_configs(checkpoints):
-    """B069, B074, B083: 1,700 of them."""
+    """B069, B074, B083: 2,200 of them."""
     chance, read_anyway, refused = random.Random(20), 0, 0
-    for number in range(1700):
+    for number in range(2200):
         folder, raw, before = checkpoints[number % len(checkpoints)]
         changed = json.loads(json.dumps(raw))
         path, value = mutate(changed, chance)
@@ -168,11 +196,11 @@ def test_mutated_configs(checkpoints):
 
 
 def test_mutated_weights(checkpoints, tmp_path):
-    """300 files: cut short, bytes of the header changed, a tensor renamed, cut or retyped."""
+    """400 files: cut short, bytes of the header changed, a tensor renamed, cut or retyped."""
     chance, refused = random.Random(21), 0
-    for number in range(300):
+    for number in range(400):
         source, _, _ = checkpoints[number % len(checkpoints)]
-        folder = tmp_path / "copy"
+        folder = tmp_path / source.name
         shutil.rmtree(folder, ignore_errors=True)
         copy_folder(source, folder)
         content = bytearray((source / "model.safetensors").read_bytes())
@@ -200,4 +228,4 @@ def test_mutated_weights(checkpoints, tmp_path):
         if facts is not None:
             # What is read in spite of it must be the tensors that the drafter has.
             assert kind == "noise" or facts.reading.unneeded, (source.name, kind)
-    assert refused > 270
+    assert refused > 360

@@ -132,8 +132,11 @@ def test_a_layout_saves_as_ours_and_comes_back(tmp_path, name):
     assert torch.equal(run(again).logits, run(loaded).logits)
 
 
-@pytest.mark.parametrize("name", ["zlab_sliding", "modelopt_causal", "lfm2", "avesed"])
-@pytest.mark.parametrize("num_right", [None, 2])
+@pytest.mark.parametrize(
+    "name",
+    ["zlab", "zlab_sliding", "specforge", "modelopt", "modelopt_causal", "lfm2", "avesed"],
+)
+@pytest.mark.parametrize("num_right", [None, 2, 4])
 def test_greedy_is_exact(tmp_path, name, num_right):
     """Lossless in float32 with loaded drafters, also where some drafted tokens are right."""
     target, prompt = make_target(), make_prompt()

@@ -122,6 +122,14 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
                 f"{reader.source}: config.json has {name} {body[name]!r}; DeepSeek-V4 layers of "
                 f"the host library implement {value!r} only."
             )
+    experts = body["n_routed_experts"]
+    if isinstance(experts, int) and experts > len(reader.tensors):
+        # Before the names of so many are made up.
+        raise ValueError(
+            f"{reader.source}: config.json has n_routed_experts {experts}, and the checkpoint has "
+            f"{len(reader.tensors)} mtp.* tensors in all. Take all files from one revision of the "
+            "original repository."
+        )
     vocab_size = reader.require("vocab_size", "vocab_size")
     depth = reader.require("num_target_layers", "num_hidden_layers")
     stages = _num_stages(reader, depth, **hub)

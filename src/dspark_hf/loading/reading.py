@@ -237,7 +237,8 @@ def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None 
     A size that equals the target's, without a map, is a full vocabulary.
 
     Raises:
-        `ValueError`: fewer tokens than the target has, and no map that says which.
+        `ValueError`: fewer tokens than the target has, and no map that says which, or one over
+            another vocabulary.
     """
     size = reader.get("draft_vocab_size", "draft_vocab_size", default=default)
     if size is None or (size == vocab_size and "d2t" not in reader.tensors):
@@ -247,6 +248,13 @@ def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None 
             f"{reader.source}: draft_vocab_size is {size} and vocab_size {vocab_size}, but the "
             "weights hold no d2t that says which of the target's tokens can be drafted. Take the "
             "complete weights of the original checkpoint."
+        )
+    members = reader.tensors.get("t2d")
+    if members is not None and tuple(members.shape) != (vocab_size,):
+        raise ValueError(
+            f"{reader.source}: vocab_size is {vocab_size}, and t2d, which has an entry for each of "
+            f"the target's tokens, has shape {tuple(members.shape)}. Take config.json from the "
+            "original checkpoint."
         )
     return size
 
