@@ -6,7 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import GOLDEN, edit_config, edit_tensors, no_weights_loaded, read_json
+from checkpoints import (
+    GOLDEN,
+    copy_folder,
+    edit_config,
+    edit_tensors,
+    no_weights_loaded,
+    read_json,
+)
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
 from dspark_hf.loading.adapting import halves_first
 from dspark_hf.loading.description import describe
@@ -253,6 +260,17 @@ def test_contradictions_are_refused(tmp_path, changes, message):
     folder, _ = specforge(tmp_path)
     edit_config(folder, **changes)
     with no_weights_loaded(), pytest.raises(ValueError, match=message):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def test_a_reduced_vocabulary_of_another_target(tmp_path):
+    """T16: without an embedding, only t2d is as long as the vocabulary that a class fills in."""
+    folder = copy_folder(GOLDEN.parent / "golden_speculators" / "dflash_infill_reduced", tmp_path)
+    edit_config(folder, **{"transformer_layer_config.vocab_size": ...})
+    with (
+        no_weights_loaded(),
+        pytest.raises(ValueError, match=r"vocab_size is 151936, and t2d, .* shape \(61,\)"),
+    ):
         DSparkDrafter.from_pretrained(folder)
 
 

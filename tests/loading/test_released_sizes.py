@@ -95,7 +95,7 @@ def test_released_sizes_of_the_speculators_layout():
         "sample_from_anchor": True,
         "draft_vocab_size": 32000,
     }
-    names = ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
+    names = ("d2t", "embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias")
     reading, state = on_meta(raw, "speculators", names)
     assert reading.config.target_layer_ids == [1, 9, 17, 25, 33]
     # 64 tensors and the map; rank, both heads and their inputs are the container's defaults.
