@@ -97,3 +97,21 @@ def no_weights_loaded() -> Iterator[None]:
     with mock.patch.object(transformers.PreTrainedModel, "from_pretrained", load):
         yield
     assert not reached
+
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+ANCHOR = torch.tensor([5])
+
+
+def features_of(drafter, length=6):
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(1, length, drafter.fc.in_features, generator=generator)
+
+
+def same_drafts(one, other):
+    # Equal weights; where they lie in memory may change the last bits of a product.
+    features = features_of(one)
+    found, expected = one(features, ANCHOR), other(features, ANCHOR)
+    return torch.equal(found.tokens, expected.tokens) and torch.allclose(
+        found.logits, expected.logits, rtol=0, atol=2e-5
+    )

@@ -5,32 +5,20 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import (
+    ANCHOR,
+    EMBEDDING,
     GEMMA4,
     GOLDEN,
+    HEAD,
     VANILLA,
     copy_checkpoint,
     edit_tensors,
+    features_of,
+    same_drafts,
     same_weights,
 )
 from dspark_hf import DSparkDrafter
 from tiny import make_drafter, make_prompt, make_target
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-ANCHOR = torch.tensor([5])
-
-
-def features_of(drafter, length=6):
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn(1, length, drafter.fc.in_features, generator=generator)
-
-
-def same_drafts(one, other):
-    # Equal weights; where they lie in memory may change the last bits of a product.
-    features = features_of(one)
-    found, expected = one(features, ANCHOR), other(features, ANCHOR)
-    return torch.equal(found.tokens, expected.tokens) and torch.allclose(
-        found.logits, expected.logits, rtol=0, atol=2e-5
-    )
 
 
 @pytest.mark.parametrize(

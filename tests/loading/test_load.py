@@ -20,6 +20,7 @@ from checkpoints import (
     edit_config,
     edit_tensors,
     read_json,
+    same_drafts,
     same_weights,
     shard,
 )
@@ -28,24 +29,6 @@ from dspark_hf.loading.description import describe
 from dspark_hf.loading.detection import is_foreign_drafter
 from dspark_hf.loading.dialects import read_dialect
 from tiny import make_drafter, make_target
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-ANCHOR = torch.tensor([5])
-
-
-def features_of(drafter, length=6):
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn(1, length, drafter.fc.in_features, generator=generator)
-
-
-def same_drafts(one, other):
-    # Equal weights; where they lie in memory may change the last bits of a product.
-    features = features_of(one)
-    found, expected = one(features, ANCHOR), other(features, ANCHOR)
-    return torch.equal(found.tokens, expected.tokens) and torch.allclose(
-        found.logits, expected.logits, rtol=0, atol=2e-5
-    )
-
 
 # -- published layouts -----------------------------------------------------------------------------
 
