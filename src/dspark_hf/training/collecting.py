@@ -203,13 +203,17 @@ def _check_plan(
             f"{path} cannot be read ({error}), so nobody knows how the rows beside it were made. "
             "Use another folder."
         ) from error
-    different = [name for name in facts if name != "versions" and found.get(name) != facts[name]]
-    if different:
+    if changes := changed_settings(found, facts, but="versions"):
         raise ValueError(
-            f"{folder} was made with other settings: "
-            + "; ".join(f"{n} {found.get(n)!r} there, {facts[n]!r} now" for n in different)
-            + ". Use those settings to go on, or another folder."
+            f"{folder} was made with other settings: {changes}. Use those settings to go on, or "
+            "another folder."
         )
+
+
+def changed_settings(found: dict[str, Any], facts: dict[str, Any], but: str = "") -> str:
+    """What differs between the settings noted in a folder and those of now; `but` may differ."""
+    different = [name for name in facts if name != but and found.get(name) != facts[name]]
+    return "; ".join(f"{n} {found.get(n)!r} there, {facts[n]!r} now" for n in different)
 
 
 def _key(turns: list[dict[str, str]], temperature: float) -> str:

@@ -27,7 +27,7 @@ from .. import __version__
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
-from .collecting import FILES, PROVENANCE
+from .collecting import FILES, PROVENANCE, changed_settings
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .objective import ObjectiveWeights
@@ -390,12 +390,10 @@ def _remember(config: RunConfig) -> None:
                 f"{path} cannot be read ({error}), so nobody knows what its checkpoints are. Use "
                 "another output."
             ) from error
-        different = [name for name in facts if found.get(name) != facts[name]]
-        if different:
+        if changes := changed_settings(found, facts):
             raise ValueError(
-                f"{config.output} holds a run with other settings: "
-                + "; ".join(f"{n} {found.get(n)!r} there, {facts[n]!r} now" for n in different)
-                + ". Use those settings to go on, or another output."
+                f"{config.output} holds a run with other settings: {changes}. Use those settings "
+                "to go on, or another output."
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
