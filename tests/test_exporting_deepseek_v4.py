@@ -92,7 +92,7 @@ def test_a_merge_replaces_the_drafter_that_was_there(tmp_path):
         *(f"mtp-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
     }
     assert same_weights(DSparkDrafter.from_pretrained(folder, dtype=torch.float32), drafter)
-    assert not list(folder.glob(".merging-*"))
+    assert not list(folder.glob(".*.partial"))
 
 
 def test_changed_weights_have_no_published_form(tmp_path):

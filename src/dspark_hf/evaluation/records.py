@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._files import write_json
 from ..generation.statistics import RoundRecord, Statistics
 
 PLAIN = "plain"
@@ -129,9 +130,7 @@ class RecordFolder:
                     "results depend on. Use another output folder."
                 )
             # Complete or not there: records beside a torn file would be lost.
-            temporary = path.with_suffix(".partial")
-            temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            write_json(path, settings)
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

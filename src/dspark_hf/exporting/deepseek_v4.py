@@ -7,9 +7,8 @@ its own, with its experts packed as they were.
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from .._files import replacing, write_json
 from ..loading.deepseek_v4 import is_stored_part, stored_parts
 from ..loading.detection import DEEPSEEK_V4
 from ..quantised import quantise_fp8
@@ -71,11 +71,11 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
         for stage in range(num_stages):
             file = f"mtp-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
             tensors = dict(_stage_tensors(drafter, stage))
-            temporary = shards.enter_context(_replacing(folder / file))
+            temporary = shards.enter_context(replacing(folder / file))
             save_file(tensors, temporary, metadata={"format": "pt"})
             written |= dict.fromkeys(tensors, file)
-    _write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": kept | written})
-    _write_json(folder / "config.json", {**raw, **_config_keys(drafter, raw)})
+    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": kept | written})
+    write_json(folder / "config.json", {**raw, **_config_keys(drafter, raw)})
     # Only now nothing refers to them.
     for file in set(old.values()) - set(kept.values()) - set(written.values()):
         (folder / file).unlink(missing_ok=True)
@@ -181,28 +181,3 @@ def _read(path: Path, what: str) -> dict[str, Any]:
             "whose weights are in shards."
         )
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with _replacing(path) as temporary:
-        Path(temporary).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[str]:
-    """A temporary file beside `path` that takes its place if nothing goes wrong."""
-    handle, temporary = tempfile.mkstemp(prefix=".merging-", dir=path.parent)
-    os.close(handle)
-    try:
-        yield temporary
-        # What the umask grants, which a temporary file does not have.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

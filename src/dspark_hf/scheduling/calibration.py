@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._files import write_json
 from ..generation.statistics import RoundRecord, collect_statistics
 from .acceptance import AcceptanceRecords
 from .settings import check_offsets, check_temperatures, everything_verified
@@ -67,8 +68,8 @@ class Calibration:
         config.dspark_confidence_offsets = None if self.offsets is None else list(self.offsets)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write JSON, complete or not at all."""
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Calibration":

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .._files import write_json
+
 _REMEDY = "Measure one with `dspark-hf profile`, or set dspark_throughput_profile='auto'."
 # What a profile depends on and is compared by; None is a profile that does not say.
 _FACTS = ("target", "device", "dtype", "attention", "drafter")
@@ -105,9 +107,7 @@ class ThroughputProfile:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write JSON, complete or not at all."""
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_json(path, self.as_dict())
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ThroughputProfile":

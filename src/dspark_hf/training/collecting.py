@@ -8,7 +8,6 @@ its answers stay on one side and a resumed run agrees with the interrupted one.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .._files import write_json
 from .answers import SamplingOptions, converse
 from .data import (
     MalformedRow,
@@ -192,9 +192,7 @@ def _check_plan(
     path = folder / PROVENANCE
     if not path.exists():
         # Complete or not there: rows whose origin cannot be read are of no use.
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(path, facts)
         return
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from .._files import replacing
 from .data import DraftDataset
 from .objective import TargetStates
 from .target_states import TargetReader
@@ -67,12 +68,10 @@ class FeatureCache:
                 if getattr(states, name) is not None
             }
             # Complete or not there: a file cut off by a full disk would be trained on.
-            temporary = self._file(index).with_suffix(f".{os.getpid()}.partial")
             try:
-                save_file(tensors, temporary)
-                os.replace(temporary, self._file(index))
+                with replacing(self._file(index)) as temporary:
+                    save_file(tensors, temporary)
             except (OSError, SafetensorError) as error:
-                temporary.unlink(missing_ok=True)
                 raise OSError(
                     f"Writing target states to {self.folder} failed ({error}). Complete files are "
                     "kept: free some space and start again, or leave feature_cache out."

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from .. import __version__
+from .._files import write_json
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
@@ -316,8 +316,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     }
     if trainer.is_world_process_zero():
         drafter.to(getattr(torch, config.dtype)).save_pretrained(config.output)
-        path = Path(config.output) / RESULT
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(Path(config.output) / RESULT, result)
     return result
 
 
@@ -397,9 +396,7 @@ def _remember(config: RunConfig) -> None:
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.partial")
-    temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_json(path, facts)
 
 
 def _caches(
