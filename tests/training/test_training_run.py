@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -87,12 +88,16 @@ def train(world, output, **changes):
 
 
 def test_the_commands_make_a_drafter_that_drafts(world, tmp_path):
-    path = write(tmp_path / "run.yaml", make_config(world, tmp_path / "out"))
+    trainer = {**TRAINER, "report_to": "tensorboard", "eval_strategy": "epoch"}
+    path = write(tmp_path / "run.yaml", make_config(world, tmp_path / "out", trainer=trainer))
     result = RUNNER.invoke(app, ["train", str(path), "--threads", "1"])
     assert result.exit_code == 0, (result.output, result.exception)
     assert "expected_tau" in result.output
     facts = json.loads((tmp_path / "out" / RESULT).read_text(encoding="utf-8"))
     assert facts["steps"] == 2
+    (events,) = (tmp_path / "out").glob("runs/*")
+    curves = EventAccumulator(str(events)).Reload()
+    assert {"train/loss", "eval/expected_tau"} <= set(curves.Tags()["scalars"])
     assert facts["config"]["drafter"] == DRAFTER
     assert facts["evaluation"]["eval_expected_tau"] >= 1
     assert facts["training"]["target"] == "target"
@@ -221,6 +226,7 @@ def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):
         ({"objective": {"ce": 0, "tv": 0, "confidence": 0}}, "one of the weights must be above 0"),
         ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate must be a number"),
         ({"trainer": {"output_dir": "x"}}, "trainer.output_dir is the run's own output"),
+        ({"trainer": {"report_to": ["none", "abacus"]}}, "abacus is not installed or not known"),
     ],
 )
 def test_mistakes_in_a_run_file_are_named(world, tmp_path, changes, message):

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     TrainingArguments,
 )
+from transformers.integrations import get_available_reporting_integrations
 
 from .. import __version__
 from .._files import write_json
@@ -162,6 +163,15 @@ def _check_trainer(found: dict[str, Any]) -> None:
         is_number = isinstance(known.default, int | float) and not isinstance(known.default, bool)
         if is_number and isinstance(found.get(known.name), str):
             raise ValueError(f"trainer.{known.name} must be a number, found {found[known.name]!r}.")
+    reports = found.get("report_to") or []
+    reports = [reports] if isinstance(reports, str) else reports
+    available = get_available_reporting_integrations()
+    if absent := [name for name in reports if name not in ("none", "all", *available)]:
+        raise ValueError(
+            f"trainer.report_to: {', '.join(map(str, absent))} is not installed or not known to "
+            f"Transformers; here it can be {', '.join(['none', *available])}. "
+            "`pip install tensorboard` brings TensorBoard."
+        )
 
 
 def _check_drafter(family: str, found: dict[str, Any]) -> None:
