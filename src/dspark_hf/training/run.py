@@ -119,8 +119,8 @@ class RunConfig:
             )
         if self.family != "eagle3" and "mask_token_id" not in self.drafter:
             raise ValueError(
-                "drafter.mask_token_id is missing. It fills the block, so take a token that text "
-                "never contains: one of the tokenizer's reserved ones."
+                "drafter.mask_token_id is missing. It fills the block, so take the id of a token "
+                "that text never contains: a reserved one of tokenizer.added_tokens_decoder."
             )
 
     @classmethod
