@@ -138,6 +138,62 @@ def test_taps_by_the_references_rule_need_the_depth(tmp_path):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+def test_the_packages_own_converter_leaves_the_taps_to_the_rule(tmp_path):
+    """T2: hidden states 2, L / 2 and L - 3."""
+    folder = copy_folder(GOLDEN / LLAMA, tmp_path)
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=None)
+    told = Eagle3Drafter.from_pretrained(folder, num_target_layers=36)
+    assert told.config.target_layer_ids == [1, 17, 32]
+    assert told.config.num_target_layers == 36
+    assert difference(told, expected_of(LLAMA)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("flat", "nested", "taps"),
+    [([2, 4, 7], ..., [1, 3, 6]), ([2, 4, 7], [1, 3, 6], [1, 3, 6]), ([1, 3, 6], [1, 3, 6], None)],
+)
+def test_the_two_places_of_tap_ids_count_differently(tmp_path, flat, nested, taps):
+    """T2: hidden states at the top level, as engines count, layer outputs in `eagle_config`."""
+    section = {} if nested is ... else {"eagle_aux_hidden_state_layer_ids": nested}
+    folder = chain_file(
+        tmp_path,
+        LLAMA,
+        eagle_config=section,
+        eagle_aux_hidden_state_layer_ids=flat,
+        num_target_layers=36,
+    )
+    if taps is None:
+        with pytest.raises(ValueError, match="counts hidden states and should be one more each"):
+            Eagle3Drafter.from_pretrained(folder)
+    else:
+        assert Eagle3Drafter.from_pretrained(folder).config.target_layer_ids == taps
+
+
+def test_tap_ids_that_may_count_hidden_states_are_said(tmp_path):
+    """T2: a list that begins with 2, as engines' own default does."""
+    for ids, said in (([1, 3, 6], False), ([2, 4, 7], True)):
+        section = {"eagle_aux_hidden_state_layer_ids": ids}
+        facts = describe(str(chain_file(tmp_path, LLAMA, eagle_config=section)))
+        assert facts["target_layer_ids"] == ids
+        assert bool(facts["warnings"]) == said
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"use_aux_hidden_state": False}, "last hidden state alone"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, -2]}, "count the target's layers from 0"),
+        ({"norm_before_fc": True}, "norm_before_fc = True, and the weights lack"),
+    ],
+)
+def test_what_eagle_config_says_is_not_passed_over(tmp_path, section, message):
+    """T2, T22."""
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    folder = chain_file(tmp_path, LLAMA, eagle_config={**taps, **section})
+    with pytest.raises(ValueError, match=message):
+        Eagle3Drafter.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_saves_as_ours_and_comes_back(tmp_path, name):
     record = expected_of(name)
@@ -164,7 +220,8 @@ def test_greedy_is_exact(name):
     [
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"speculators_config": {}}, "how many tokens are proposed"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, "lacks eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, r"does not give L\. Pass num_target_layers="),
+        ({"transformer_layer_config.rope_is_neox_style": False}, "Qwen3 draft layers only, not of"),
         ({"transformer_layer_config.num_hidden_layers": 2}, "weights hold 1 draft layers"),
     ],
 )

@@ -95,12 +95,12 @@ def _probe(
     num_anchors: int,
     console: Console | None,
 ) -> ProbeResult:
-    results = []
+    results, share = [], -(-num_anchors // len(texts))
     for text in track(texts, "drafting", console=console, transient=True, disable=console is None):
         inputs = encode_prompt(tokenizer, text, target.device)
         ids = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         first = inputs["input_ids"].shape[1] - 1
-        results.append(probe_layout(target, drafter, ids, max(first, 1), num_anchors // len(texts)))
+        results.append(probe_layout(target, drafter, ids, max(first, 1), share))
     return combine(results)
 
 
