@@ -341,7 +341,13 @@ def test_serving_commands():
         f"vllm serve o/t --speculative-config '{speculative}'",
     ]
     assert serve_commands(dflash, "deepspec", "o/d", "o/t") == []
-    assert serve_commands(dflash, "speculators", "o/d", "o/t")[0] == "vllm serve o/d"
+    # An engine would read its blocks as infill ones, and has no other Markov head.
+    assert serve_commands(dflash, "speculators", "o/d", "o/t") == []
+    infill = make_drafter(markov=None, confidence=False, anchor_predicts=False).config
+    assert serve_commands(infill, "speculators", "o/d", "o/t")[0] == "vllm serve o/d"
+    gated = make_drafter(markov="gated").config
+    assert serve_commands(gated, "speculators", "o/d", "o/t") == []
+    assert "sglang" in serve_commands(gated, "deepspec", "o/d", "o/t")[0]
     assert serve_commands(dspark, "dspark", "o/d", "o/t") == []
 
 
