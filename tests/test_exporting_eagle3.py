@@ -103,6 +103,7 @@ def test_the_original_layout_round_trip(tmp_path, options):
     assert {"d2t", "t2d"} & names == ({"d2t", "t2d"} if drafter.config.draft_vocab_size else set())
     raw = read_json(tmp_path / "config.json")
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (raw["rope_theta"], raw["rope_scaling"]) == (5e4, None)
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert describe(str(tmp_path))["dialect"] == "eagle3"
     loaded = Eagle3Drafter.from_pretrained(tmp_path)

@@ -43,8 +43,12 @@ def chain_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:
         CHAIN_EAGLE3,
     )
     has_head = drafter.get_output_embeddings() is not None or target.model is not None
+    rope = {key: value for key, value in body.rope_parameters.items() if key != "rope_theta"}
     raw = {
         **layer_keys(body),
+        # The old spelling too: classes that do not find it rotate by 10,000.
+        "rope_theta": body.rope_parameters["rope_theta"],
+        "rope_scaling": None if rope.get("rope_type") == "default" else rope,
         "architectures": ["LlamaForCausalLMEagle3"],
         # Without a head in the file, null makes the engine take the target's.
         "draft_vocab_size": config.num_draftable_tokens if has_head else None,
