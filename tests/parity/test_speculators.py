@@ -71,6 +71,9 @@ def largest_difference(drafter, record):
             embedded = drafter.markov_head.embed(previous[None])
             confidence = drafter.confidence_head(block.hidden_states, embedded)[0]
             pairs.append((confidence, record["confidence"][i, slots]))
+            # Behind the anchor, which is true; later positions follow drafted tokens.
+            first = block.confidence_logits[0, :1]
+            pairs.append((first, record["confidence"][i, slots][:1]))
         worst = max(worst, *((a - b).abs().max().item() for a, b in pairs))
     return worst
 
