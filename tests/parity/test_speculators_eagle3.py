@@ -184,6 +184,7 @@ def test_tap_ids_that_may_count_hidden_states_are_said(tmp_path):
         ({"use_aux_hidden_state": False}, "last hidden state alone"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, -2]}, "count the target's layers from 0"),
         ({"norm_before_fc": True}, "norm_before_fc = True, and the weights lack"),
+        ({"norm_before_residual": "no"}, r"eagle_config\.norm_before_residual = 'no', and it can"),
     ],
 )
 def test_what_eagle_config_says_is_not_passed_over(tmp_path, section, message):

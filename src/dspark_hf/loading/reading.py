@@ -20,6 +20,12 @@ class UndecidedLayoutError(ValueError):
     """
 
 
+class UnknownDepthError(ValueError):
+    """
+    The taps follow from the target's depth, which nothing in the checkpoint says.
+    """
+
+
 @dataclass(frozen=True)
 class Reading:
     """
@@ -273,10 +279,10 @@ def taps_by_rule(reader: ConfigReader, depth: Any) -> list[int]:
     The taps of an EAGLE-3 file that states none.
 
     Raises:
-        `ValueError`: the target's depth, which the rule is about, is not known.
+        `UnknownDepthError`: the target's depth, which the rule is about, is not known.
     """
     if type(depth) is not int or depth < 6:
-        raise ValueError(
+        raise UnknownDepthError(
             f"{reader.source}: config.json leaves the taps to the reference's rule (outputs of "
             "layers 1, L/2 - 1 and L - 4 of a target with L layers) and does not give L. Pass "
             f"num_target_layers=… of its target (found {depth!r})."
