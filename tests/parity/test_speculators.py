@@ -119,7 +119,7 @@ def test_the_facts_that_make_the_difference(tmp_path, name, change):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts(name):
-    """T2, T3, T16: layer ids minus one, γ by the layout, offsets as ids of the target."""
+    """T2, T3, T16, T23: layer ids minus one, γ by the layout, offsets as ids of the target."""
     facts = describe(str(GOLDEN / name))
     assert facts["dialect"] == "speculators"
     assert facts["target_layer_ids"] == [1, 3, 6]
@@ -129,6 +129,8 @@ def test_facts(name):
     assert facts["block_width"] == {"dspark_full": 4, "dspark_causal_reduced": 4}.get(name, 5)
     assert facts["unscaled_input_embeddings"]
     assert facts["warnings"] == []
+    # Without heads, its reference loop drafts by argmax.
+    assert facts["draft_sampling"] == ("greedy" if name.startswith("dflash") else "sample")
     assert "embedding" in facts["bound_from_target"]
     reduced = name.endswith("reduced")
     assert facts["draft_vocab_size"] == (23 if reduced else None)
