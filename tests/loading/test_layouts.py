@@ -239,6 +239,11 @@ def test_shifted_labels_make_a_dflash_drafter_anchor_first(tmp_path):
     edit_config(folder, dflash_config={**section, "shift_label": True, "sample_from_anchor": False})
     with pytest.raises(ValueError, match="shift_label=True and sample_from_anchor=False"):
         DSparkDrafter.from_pretrained(folder)
+    # Absent is false to ModelOpt's classes too, where it has a Markov head.
+    folder, _ = modelopt(tmp_path / "modelopt")
+    edit_config(folder, **{"dflash_config.shift_label": ...})
+    config = DSparkDrafter.from_pretrained(folder).config
+    assert (config.anchor_predicts, config.block_size) == (False, 3)
 
 
 @pytest.mark.parametrize("why", ["no confidence head", "other training block"])
