@@ -223,6 +223,13 @@ def test_a_body_is_a_difference_to_the_defaults_of_its_class(tmp_path):
         DSparkDrafter.from_pretrained(folder)
 
 
+def test_odd_class_names_do_not_stop_the_description(tmp_path):
+    """B083: the container tells what it is."""
+    folder = copy_folder(GOLDEN / "dspark_full", tmp_path)
+    edit_config(folder, architectures={"a": 1})
+    assert describe(str(folder))["architecture"] is None
+
+
 def test_sliding_layers_without_a_window_in_force_are_full(tmp_path):
     """T13: as the package itself does, with a warning."""
     folder = copy_folder(GOLDEN / "dspark_causal_reduced", tmp_path)
