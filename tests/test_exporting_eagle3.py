@@ -179,6 +179,8 @@ def test_a_map_of_the_full_vocabulary(tmp_path):
     edit_tensors(tmp_path, d2t=offsets)
     with pytest.raises(ValueError, match="every token can be drafted, and d2t moves 1 of them"):
         Eagle3Drafter.from_pretrained(tmp_path)
+    edit_tensors(tmp_path, drop=("d2t",))
+    assert Eagle3Drafter.from_pretrained(tmp_path).config.draft_vocab_size is None
 
 
 def test_only_eagle3_drafters_have_its_layout(tmp_path):

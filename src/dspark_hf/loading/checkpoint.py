@@ -271,7 +271,7 @@ def load_drafter(
     _check_draft_vocabulary(drafter, source)
     if "d2t" in facts.reading.unneeded:
         _check_full_map(fetch(source, facts.tensors["d2t"].file, **hub), source)
-    elif "t2d" in facts.reading.unneeded:
+    elif "t2d" in facts.reading.unneeded and drafter.config.draft_vocab_size is not None:
         _check_membership(drafter, fetch(source, facts.tensors["t2d"].file, **hub), source)
     if generation_config is not None:
         drafter.generation_config = generation_config

@@ -323,13 +323,14 @@ def vocabulary_tensors(reader: ConfigReader, size: int | None) -> dict[str, Any]
     How the map of a draft vocabulary is stored in published layouts, for a [`Reading`]; `size` is
     what `draft_vocabulary` said.
     """
-    names = reader.tensors
-    if size is None and reader.raw.get("draft_vocab_size") is not None:
+    names = set(reader.tensors)
+    if size is None:
         # SpecForge stores a map of the full vocabulary too, one that moves no token.
-        return {"renames": {}, "unneeded": frozenset({"d2t", "t2d"} & set(names))}
+        is_stated = reader.raw.get("draft_vocab_size") is not None
+        return {"renames": {}, "unneeded": frozenset({"d2t", "t2d"} & names if is_stated else ())}
     return {
         "renames": {"d2t": "draft_to_target"} if "d2t" in names else {},
         # Which tokens can be drafted, once more: compared with the map and not kept.
-        "unneeded": frozenset({"t2d"} & set(names)),
+        "unneeded": frozenset({"t2d"} & names),
         "vocabulary_offsets": "d2t" in names,
     }
