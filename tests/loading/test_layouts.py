@@ -452,6 +452,15 @@ def test_yarn_of_the_draft_config_is_applied(tmp_path, place):
     assert (blocks[0].logits - plain.logits).abs().max() > 1e-3
 
 
+def test_a_soft_cap_is_applied(tmp_path):
+    """T17: Gemma heads of z-lab state their target's."""
+    folder, _ = zlab(tmp_path)
+    plain = run(DSparkDrafter.from_pretrained(folder)).logits
+    edit_config(folder, final_logit_softcapping=0.5)
+    capped = run(DSparkDrafter.from_pretrained(folder)).logits
+    torch.testing.assert_close(capped, 0.5 * torch.tanh(plain / 0.5))
+
+
 # -- drafting defaults -----------------------------------------------------------------------------
 
 
