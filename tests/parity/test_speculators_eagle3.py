@@ -124,12 +124,13 @@ def test_files_of_the_original_trainers(tmp_path, name):
 def test_taps_by_the_references_rule_need_the_depth(tmp_path):
     """B069: SafeAILab's files do not say how deep the target is, and it is not guessed."""
     folder = chain_file(
-        tmp_path, LLAMA, architectures=["LlamaForCausalLM"], eagle_config=..., rope_theta=...
+        tmp_path, LLAMA, architectures=["LlamaForCausalLM"], eagle_config=..., head_dim=...
     )
     with pytest.raises(ValueError, match=r"does not give L\. Pass num_target_layers="):
         Eagle3Drafter.from_pretrained(folder)
     config = Eagle3Drafter.from_pretrained(folder, num_target_layers=32).config
-    # Inputs of layers 2, 16 and 29 are outputs of 1, 15 and 28.
+    # Inputs of layers 2, 16 and 29 are outputs of 1, 15 and 28; the heads divide the width.
+    assert config.backbone_config.head_dim == 8
     assert config.target_layer_ids == [1, 15, 28]
     assert config.backbone_config.rope_parameters["rope_theta"] == 10_000
     facts = describe(str(folder), num_target_layers=32)
