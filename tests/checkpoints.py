@@ -46,9 +46,14 @@ def copy_folder(source: Path, folder: Path) -> Path:
 
 def edit_config(folder: Path, **changes: Any) -> None:
     """Change keys of config.json, nested ones by a dotted path; `...` drops the key."""
-    raw = read_json(folder / "config.json")
-    for path, value in changes.items():
-        *outer, key = path.split(".")
+    edit_json(folder / "config.json", **changes)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """The same of any file."""
+    raw = read_json(path)
+    for dotted, value in changes.items():
+        *outer, key = dotted.split(".")
         section = raw
         for name in outer:
             section = section[name]
@@ -56,7 +61,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
             section.pop(key, None)
         else:
             section[key] = value
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    path.write_text(json.dumps(raw), encoding="utf-8")
 
 
 def edit_tensors(folder: Path, drop: tuple[str, ...] = (), **changes: torch.Tensor) -> None:
@@ -83,6 +88,19 @@ def shard(folder: Path, num_shards: int = 3) -> list[str]:
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     a, b = one.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def check_written_again(folder: Path, published: Path, target_name: str) -> None:
+    """A speculators checkpoint that was read and written: same tensors and keys, another target."""
+    stored, expected = (load_file(path / "model.safetensors") for path in (folder, published))
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    written, raw = (read_json(path / "config.json") for path in (folder, published))
+    raw["speculators_config"]["verifier"] = {"name_or_path": target_name, "architectures": []}
+    body = raw.pop("transformer_layer_config")
+    assert written["transformer_layer_config"].items() >= body.items()
+    for key in set(raw) - {"architectures", "auto_map", "transformers_version"}:
+        assert written[key] == raw[key], key
 
 
 @contextlib.contextmanager

@@ -313,6 +313,8 @@ def test_probe_prints_its_evidence(pair, tmp_path):
     assert result["stated"] == {"anchor_predicts": True, "tap_offset": 0, "causal": False}
     assert len(result["evidence"]) >= 5
     assert result["evidence"][0]["num_anchors"] == 8
+    few = ("--max-new-tokens", "24", "--num-anchors", "2", "--num-prompts", "3")
+    assert "anchor_first ←" in run("probe", *pair["models"], *few)
 
 
 def test_a_silent_checkpoint_is_probed_once_and_it_is_said(pair, tmp_path, caplog):

@@ -7,7 +7,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from checkpoints import GEMMA4, GOLDEN, LAYOUTS, VANILLA, read_json
+from checkpoints import GEMMA4, GOLDEN, LAYOUTS, VANILLA, check_written_again, read_json
 from dspark_hf import DSparkDrafter, export_drafter
 from dspark_hf.exporting.cards import serve_commands
 from dspark_hf.loading.description import describe
@@ -138,22 +138,7 @@ def test_speculators_round_trip(tmp_path, name):
     """Files of the package itself, read, written and read again: tensors and facts are the same."""
     drafter = DSparkDrafter.from_pretrained(SPECULATORS / name)
     export_drafter(drafter, tmp_path, "speculators", target_name=NAME)
-    stored, expected = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path, SPECULATORS / name)
-    )
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[key], expected[key]) for key in expected)
-    published, written = (
-        read_json(folder / "config.json") for folder in (SPECULATORS / name, tmp_path)
-    )
-    for key in set(published) - {"architectures", "auto_map", "transformers_version"}:
-        if key == "speculators_config":
-            verifier = {"name_or_path": NAME, "architectures": []}
-            assert written[key] == {**published[key], "verifier": verifier}
-        elif key == "transformer_layer_config":
-            assert written[key].items() >= published[key].items()
-        else:
-            assert written[key] == published[key], key
+    check_written_again(tmp_path, SPECULATORS / name, NAME)
     again = DSparkDrafter.from_pretrained(tmp_path)
     assert facts_of(again.config) == facts_of(drafter.config)
     assert describe(str(tmp_path))["warnings"] == []
@@ -247,6 +232,27 @@ def test_gemma_and_nameless_targets_as_speculators(tmp_path):
         export_drafter(drafter, tmp_path / "out", "speculators")
 
 
+@pytest.mark.parametrize("layout", ["deepspec", "speculators"])
+def test_what_a_copy_of_the_targets_matrices_would_lose(tmp_path, layout):
+    """T14, T17: a scale of its embedding, a bias of its head."""
+    drafter = make_drafter(stored=False)
+    with pytest.raises(ValueError, match="embedding scales what it looks up"):
+        export_drafter(drafter, tmp_path, layout, target=make_target("gemma3"), target_name=NAME)
+    target = make_target()
+    target.lm_head = torch.nn.Linear(HIDDEN, VOCAB)
+    with pytest.raises(ValueError, match="quantised or has a bias"):
+        export_drafter(drafter, tmp_path, layout, target=target, target_name=NAME)
+
+
+def test_plain_rows_that_a_file_would_leave_to_its_target(tmp_path):
+    """T14: DeepSpec's layout takes the target's own embedding, with its scale."""
+    drafter = make_drafter(stored=False, unscaled_input_embeddings=True)
+    with pytest.raises(ValueError, match=r"plain rows .* \(pass the target\)"):
+        export_drafter(drafter, tmp_path, "deepspec")
+    export_drafter(drafter, tmp_path, "deepspec", target=make_target("gemma3"))
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+
+
 @pytest.mark.parametrize("layout", ["gguf", "", None])
 def test_unknown_layouts(tmp_path, layout):
     with pytest.raises(ValueError, match="written as 'deepspec', 'speculators', 'eagle3',"):
@@ -335,7 +341,13 @@ def test_serving_commands():
         f"vllm serve o/t --speculative-config '{speculative}'",
     ]
     assert serve_commands(dflash, "deepspec", "o/d", "o/t") == []
-    assert serve_commands(dflash, "speculators", "o/d", "o/t")[0] == "vllm serve o/d"
+    # An engine would read its blocks as infill ones, and has no other Markov head.
+    assert serve_commands(dflash, "speculators", "o/d", "o/t") == []
+    infill = make_drafter(markov=None, confidence=False, anchor_predicts=False).config
+    assert serve_commands(infill, "speculators", "o/d", "o/t")[0] == "vllm serve o/d"
+    gated = make_drafter(markov="gated").config
+    assert serve_commands(gated, "speculators", "o/d", "o/t") == []
+    assert "sglang" in serve_commands(gated, "deepspec", "o/d", "o/t")[0]
     assert serve_commands(dspark, "dspark", "o/d", "o/t") == []
 
 

@@ -6,7 +6,15 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from checkpoints import EAGLE3, GOLDEN, edit_config, read_json, same_weights
+from checkpoints import (
+    EAGLE3,
+    GOLDEN,
+    check_written_again,
+    edit_config,
+    edit_tensors,
+    read_json,
+    same_weights,
+)
 from dspark_hf import Eagle3Config, Eagle3Drafter, export_drafter
 from dspark_hf.exporting.cards import serve_commands
 from dspark_hf.loading.description import describe
@@ -72,20 +80,7 @@ def test_speculators_round_trip(tmp_path, name):
     """Files of the package itself, read, written and read again: tensors, keys and facts."""
     drafter = Eagle3Drafter.from_pretrained(SPECULATORS / name)
     export_drafter(drafter, tmp_path, "speculators", target_name=NAME)
-    stored, expected = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path, SPECULATORS / name)
-    )
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[key], expected[key]) for key in expected)
-    published, written = (
-        read_json(folder / "config.json") for folder in (SPECULATORS / name, tmp_path)
-    )
-    verifier = {"name_or_path": NAME, "architectures": []}
-    published["speculators_config"]["verifier"] = verifier
-    body = published.pop("transformer_layer_config")
-    assert written["transformer_layer_config"].items() >= body.items()
-    for key in set(published) - {"architectures", "auto_map", "transformers_version"}:
-        assert written[key] == published[key], key
+    check_written_again(tmp_path, SPECULATORS / name, NAME)
     assert facts_of(Eagle3Drafter.from_pretrained(tmp_path).config) == facts_of(drafter.config)
     assert describe(str(tmp_path))["warnings"] == []
 
@@ -108,6 +103,7 @@ def test_the_original_layout_round_trip(tmp_path, options):
     assert {"d2t", "t2d"} & names == ({"d2t", "t2d"} if drafter.config.draft_vocab_size else set())
     raw = read_json(tmp_path / "config.json")
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (raw["rope_theta"], raw["rope_scaling"]) == (5e4, None)
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert describe(str(tmp_path))["dialect"] == "eagle3"
     loaded = Eagle3Drafter.from_pretrained(tmp_path)
@@ -157,7 +153,7 @@ def test_matrices_that_the_target_lends(tmp_path, layout):
         ("eagle3", make_llama, {"feature_norm": "joint"}, "one norm over all taps"),
         ("eagle3", make_llama, {"norm_before_residual": True}, "starts from the normed state"),
         ("speculators", make_llama, {"target_hidden_size": 48}, "features of another width"),
-        ("deepspec", make_llama, {}, r"a llama layer .*3 taps \(DeepSpec's Eagle3 has 5\)"),
+        ("deepspec", make_llama, {}, r"llama layers .*3 taps \(DeepSpec's Eagle3 has 5\)"),
         ("deepspec", make_eagle3, {"draft_vocab_size": 40}, "a reduced draft vocabulary"),
         ("deepspec", make_eagle3, {"recycles_normed_output": True}, "output that is recycled"),
     ],
@@ -167,6 +163,24 @@ def test_what_cannot_be_said_is_refused(tmp_path, layout, make, options, message
     with pytest.raises(ValueError, match=f"(?i)cannot be written in the {layout}.*{message}"):
         export_drafter(make(**options), tmp_path / "out", layout, target_name=NAME)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_map_of_the_full_vocabulary(tmp_path):
+    """T16: SpecForge stores one beside every drafter; it may not move a token."""
+    drafter = make_llama()
+    export_drafter(drafter, tmp_path, "eagle3")
+    offsets = torch.zeros(VOCAB, dtype=torch.long)
+    edit_tensors(tmp_path, d2t=offsets, t2d=torch.ones(VOCAB, dtype=torch.bool))
+    loaded, info = Eagle3Drafter.from_pretrained(tmp_path, output_loading_info=True)
+    assert loaded.config.draft_vocab_size is None
+    assert not info["unexpected_keys"]
+    torch.testing.assert_close(logits_of(loaded), logits_of(drafter), rtol=0, atol=2e-5)
+    offsets[3] = 1
+    edit_tensors(tmp_path, d2t=offsets)
+    with pytest.raises(ValueError, match="every token can be drafted, and d2t moves 1 of them"):
+        Eagle3Drafter.from_pretrained(tmp_path)
+    edit_tensors(tmp_path, drop=("d2t",))
+    assert Eagle3Drafter.from_pretrained(tmp_path).config.draft_vocab_size is None
 
 
 def test_only_eagle3_drafters_have_its_layout(tmp_path):

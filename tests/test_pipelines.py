@@ -18,7 +18,9 @@ from dspark_hf import (
     Eagle3Drafter,
     UnsupportedCheckpointError,
     collect_statistics,
+    export_drafter,
 )
+from dspark_hf.cli.models import load_pair
 from tiny import VOCAB, make_drafter, make_eagle3, make_target
 
 TEXT = "w5 w17 w30 w44"
@@ -96,6 +98,21 @@ def test_every_form_of_an_eagle3_drafter(tmp_path, form):
     with collect_statistics() as statistics:
         assert text_of(pipe) == text_of(make_pipeline(target))
     assert statistics.drafted > 0
+
+
+def test_taps_that_follow_from_the_depth_of_the_target(tmp_path):
+    """T2: EAGLE-3 files without tap ids, in a pipeline and in the commands, which have a target."""
+    target = make_target(num_hidden_layers=8)
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    folder = tmp_path / "drafter"
+    export_drafter(make_eagle3(num_target_layers=None), folder, "speculators", target_name="o/t")
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=None)
+    pair = load_pair(str(tmp_path / "target"), str(folder), "float32", 1)
+    pipe = make_pipeline(target, str(folder))
+    for drafter in (pair.drafter, pipe.assistant_model):
+        assert drafter.config.target_layer_ids == [1, 3, 4]
+    assert text_of(pipe) == text_of(make_pipeline(target))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

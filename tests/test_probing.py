@@ -39,6 +39,8 @@ def make_oracle(monkeypatch, drafter, target, text, truth):
     def drafting(self, context, anchor_ids, **kwargs):
         block = draft(self, context, anchor_ids, **kwargs)
         config = self.config
+        # Every reading runs at the trained width (T3).
+        assert config.block_width == drafter.config.block_width
         wrong = int(config.anchor_predicts != truth.anchor_predicts)
         wrong += int(bool(config.causal_layers) != truth.causal)
         wrong += int(not context.has_right_taps)

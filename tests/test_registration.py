@@ -316,6 +316,26 @@ def test_other_published_drafters_are_no_small_models_either(architecture, tmp_p
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("key", ["dflash_config", "speculators_model_type"])
+def test_a_drafter_that_lost_its_class_name_is_no_small_model(tmp_path, key):
+    """B075, T19: copies without `architectures` are published too."""
+    from checkpoints import copy_checkpoint
+
+    folder = copy_checkpoint(tmp_path, architectures=..., **{key: {"mask_token_id": 3}})
+    with pytest.raises(ValueError, match=rf"is a drafter \({key}\)"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_our_model_type_in_another_layout_is_said(tmp_path):
+    """B075, T19: some of SpecForge's files have it."""
+    from checkpoints import copy_checkpoint
+
+    folder = copy_checkpoint(tmp_path, architectures=["DSparkDraftModel"], model_type="dspark")
+    with pytest.raises(ValueError, match=r"another library's layout.*DSparkDrafter"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert DSparkDrafter.from_pretrained(folder).config.block_size == 5
+
+
 def test_the_hosts_own_assistants_are_not_foreign():
     """B103: what the host loads and runs itself goes to the host."""
     from dspark_hf.loading.detection import is_foreign_drafter

@@ -79,14 +79,18 @@ def _wrap_get_model_class(original):
     def _get_model_class(config, model_mapping):
         if isinstance(config, DSparkConfig | Eagle3Config):
             return drafter_class({"model_type": config.model_type})
-        from .loading.detection import DRAFTER_ARCHITECTURES
+        from .loading.detection import DRAFTER_ARCHITECTURES, HOST_MODELS
 
         names = config.architectures or ()
         drafters = [name for name in names if name in DRAFTER_ARCHITECTURES]
         # The first EAGLE-3 files call themselves an ordinary Llama.
         if "LlamaForCausalLM" in names and hasattr(config, "draft_vocab_size"):
             drafters.append("LlamaForCausalLM with draft_vocab_size")
-        if drafters:
+        # Copies that lost their class name.
+        drafters += [
+            key for key in ("speculators_model_type", "dflash_config") if hasattr(config, key)
+        ]
+        if drafters and config.model_type not in HOST_MODELS:
             source = config.name_or_path or "this checkpoint"
             raise ValueError(
                 f"{source} is a drafter ({drafters[0]}) published with model_type "

@@ -50,6 +50,12 @@ class DrafterConfig(PreTrainedConfig):
         pad_token_id: int | None = None,
         **kwargs: Any,
     ):
+        if backbone_config is None and "hidden_size" in kwargs:
+            raise ValueError(
+                f"This config describes a drafter with model_type {self.model_type!r} in another "
+                "library's layout: hidden_size stands where backbone_config should. Load it with "
+                "dspark_hf.DSparkDrafter.from_pretrained, which reads it or says what it is."
+            )
         if isinstance(backbone_config, dict):
             backbone_config = _backbone_from_dict(backbone_config, self.backbones)
         # Typed as present: `validate_drafter` refuses a drafter that lacks one of them.

@@ -47,8 +47,9 @@ class DrafterModel(PreTrainedModel):
         deepseek_v4.DECODER_LAYER,
         *eagle3.DECODER_LAYERS,
     ]
-    # Membership list of a reduced vocabulary in published layouts; the map says the same.
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = ["^t2d$"]
+    # Membership list of a reduced vocabulary in published layouts, where the map says the same, and
+    # the map of a full one, which moves nothing.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = ["^t2d$", "^d2t$"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True

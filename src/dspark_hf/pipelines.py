@@ -54,8 +54,15 @@ def _load_drafter(model: Any, assistant: Any) -> Any:
     from .auto import drafter_class
     from .loading.detection import is_foreign_drafter, is_own_layout
     from .loading.files import read_config
+    from .loading.reading import UnknownDepthError
 
     raw = read_config(assistant)
     if not is_own_layout(raw) and not is_foreign_drafter(raw):
         return None
-    return drafter_class(raw).from_pretrained(assistant, dtype=model.dtype).to(model.device)
+    cls = drafter_class(raw)
+    try:
+        drafter = cls.from_pretrained(assistant, dtype=model.dtype)
+    except UnknownDepthError:
+        depth = model.config.get_text_config(decoder=True).num_hidden_layers
+        drafter = cls.from_pretrained(assistant, dtype=model.dtype, num_target_layers=depth)
+    return drafter.to(model.device)

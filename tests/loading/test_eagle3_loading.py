@@ -125,6 +125,8 @@ def test_description():
     assert found["family"] == "eagle3"
     assert found["dialect"] == "deepspec_eagle3"
     assert (found["block_size"], found["num_draft_layers"], found["num_tensors"]) == (5, 1, 16)
+    names = ("feature_norm", "norm_before_residual", "recycles_normed_output")
+    assert [found[name] for name in names] == [None, False, False]
     assert "mask_token_id" not in found
     assert "markov_head" not in found
     ours = {"ttt_length", "step_loss_decay", "target_layer_ids", "draft_num_hidden_layers"}
@@ -250,6 +252,7 @@ def test_a_missing_fact_is_not_guessed(tmp_path, key):
         ({"draft_vocab_size": 80}, "draft_vocab_size is 80 and vocab_size 160"),
         ({"target_layer_ids": [0, 1, 3, 6, 4]}, "must be strictly increasing"),
         ({"target_layer_ids": [0, 1, 3, 4, 8]}, "contains 8, but a target of 8 layers"),
+        ({"target_layer_ids": [-1, 1, 3, 4, 6]}, "count the target's layers from 0"),
         ({"target_layer_ids": [0, 1, 3, 4]}, r"fc.weight has shape \(32, 160\).*\(32, 128\)"),
         ({"ttt_length": 0}, "block_size must be an integer of at least 1, found 0"),
         ({"model_type": "llama"}, "goes with model_type qwen3 .*found 'llama'"),

@@ -24,7 +24,7 @@ from checkpoints import (
 )
 from dspark_hf import DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError
 from dspark_hf.loading.checkpoint import read_facts
-from dspark_hf.loading.reading import UndecidedLayoutError
+from dspark_hf.loading.reading import UndecidedLayoutError, UnknownDepthError
 from published import lfm2, modelopt, specforge, zlab
 from tiny import make_drafter, make_eagle3
 from tiny_v4 import V4
@@ -32,7 +32,7 @@ from tiny_v4 import V4
 SPECULATORS = GOLDEN.parent / "golden_speculators"
 JUNK = (None, "", "x", -1, 0, 1, 7, 10**9, 1.5, True, False, [], [0], ["x"], {}, {"a": 1}, [[1]])
 # What the readers raise, and nothing else: a bare TypeError or KeyError is a crash.
-CLEAR = (ValueError, OSError, UnsupportedCheckpointError, UndecidedLayoutError)
+CLEAR = (ValueError, OSError, UnsupportedCheckpointError, UndecidedLayoutError, UnknownDepthError)
 LAYER_FACTS = (
     "hidden_size",
     "intermediate_size",

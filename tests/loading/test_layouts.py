@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 from checkpoints import (
     GOLDEN,
     copy_folder,
     edit_config,
+    edit_json,
     edit_tensors,
     no_weights_loaded,
     read_json,
@@ -17,6 +19,7 @@ from checkpoints import (
 from dspark_hf import DSparkDrafter, UnsupportedCheckpointError
 from dspark_hf.loading.adapting import halves_first
 from dspark_hf.loading.description import describe
+from dspark_hf.loading.reading import UndecidedLayoutError
 from published import (
     RESIDUE,
     deepspec,
@@ -78,6 +81,28 @@ LAYOUTS = {
             folder,
             architectures=["DSparkDraftModel"],
             dflash_config={"markov_rank": 8, "markov_head_type": "vanilla"},
+        ),
+    ),
+    # Some of SpecForge's files have our model type.
+    "specforge_model_type": (
+        "fork",
+        lambda folder: deepspec(
+            folder,
+            architectures=["DSparkDraftModel"],
+            model_type="dspark",
+            mask_token_id=...,
+            target_layer_ids=...,
+            dflash_config={"mask_token_id": 96, "target_layer_ids": [0, 2]},
+        ),
+    ),
+    "lfm2_repacked": (
+        "deepspec",
+        lambda folder: lfm2(
+            folder,
+            architectures=["Qwen3DSparkModel"],
+            num_target_layers=4,
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
         ),
     ),
 }
@@ -214,6 +239,11 @@ def test_shifted_labels_make_a_dflash_drafter_anchor_first(tmp_path):
     edit_config(folder, dflash_config={**section, "shift_label": True, "sample_from_anchor": False})
     with pytest.raises(ValueError, match="shift_label=True and sample_from_anchor=False"):
         DSparkDrafter.from_pretrained(folder)
+    # Absent is false to ModelOpt's classes too, where it has a Markov head.
+    folder, _ = modelopt(tmp_path / "modelopt")
+    edit_config(folder, **{"dflash_config.shift_label": ...})
+    config = DSparkDrafter.from_pretrained(folder).config
+    assert (config.anchor_predicts, config.block_size) == (False, 3)
 
 
 @pytest.mark.parametrize("why", ["no confidence head", "other training block"])
@@ -231,6 +261,34 @@ def test_a_fork_whose_layout_cannot_be_told_needs_it_given(tmp_path, why):
     assert (config.anchor_predicts, config.block_size) == (False, 3)
 
 
+@pytest.mark.parametrize("key", ["sample_from_anchor", "dflash_config.shift_label"])
+def test_a_deepspec_file_that_says_otherwise_needs_the_layout(tmp_path, key):
+    """T1: its architecture and one of its keys contradict each other."""
+    folder, _ = deepspec(tmp_path, dflash_config={})
+    edit_config(folder, **{key: True})
+    assert DSparkDrafter.from_pretrained(folder).config.anchor_predicts
+    edit_config(folder, **{key: False})
+    with no_weights_loaded(), pytest.raises(ValueError, match=r"Qwen3DSparkModel are anchor-first"):
+        DSparkDrafter.from_pretrained(folder)
+    assert DSparkDrafter.from_pretrained(folder, block_layout="infill").config.block_size == 3
+
+
+def test_dspark_models_and_heads_are_not_read_as_dflash(tmp_path):
+    """T1, T19: an infill block would be a guess there."""
+    folder, _ = zlab(tmp_path / "headless", architectures=["DSparkDraftModel"])
+    with pytest.raises(UndecidedLayoutError):
+        DSparkDrafter.from_pretrained(folder)
+    folder, _ = modelopt(tmp_path / "flat")
+    section = read_json(folder / "config.json")["dflash_config"]
+    kept = ("mask_token_id", "target_layer_ids")
+    edit_config(folder, dflash_config={key: section[key] for key in kept})
+    facts = describe(str(folder))
+    assert (facts["dialect"], facts["anchor_predicts"]) == ("fork", True)
+    edit_tensors(folder, drop=("confidence_proj.weight", "confidence_proj.bias"))
+    with pytest.raises(UndecidedLayoutError):
+        DSparkDrafter.from_pretrained(folder)
+
+
 # -- contradictions and refusals -------------------------------------------------------------------
 
 
@@ -244,6 +302,7 @@ def test_a_fork_whose_layout_cannot_be_told_needs_it_given(tmp_path, why):
         ({"block_size": True}, "block_size must be an integer"),
         ({"num_target_layers": 3}, "target_layer_ids contains 2, the target's last layer"),
         ({"num_target_layers": ...}, r"lacks dflash_config\.num_target_layers or num_target"),
+        ({"dflash_config.target_layer_ids": [-1, 2]}, r"\[-1, 2\]; those of this layout count"),
         ({"head_dim": ...}, "lacks head_dim"),
         ({"dflash_config": [1]}, r"dflash_config = \[1\], expected an object"),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino'"),
@@ -371,6 +430,9 @@ def test_interleaved_pairs_matter(tmp_path):
     edit_config(folder, rope_is_neox_style=True)
     wrong = run(DSparkDrafter.from_pretrained(folder))
     assert (right.logits - wrong.logits).abs().max() > 1e-2
+    edit_config(folder, rope_is_neox_style=...)
+    with pytest.raises(ValueError, match="lacks rope_is_neox_style"):
+        DSparkDrafter.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
@@ -390,6 +452,15 @@ def test_yarn_of_the_draft_config_is_applied(tmp_path, place):
     assert (blocks[0].logits - plain.logits).abs().max() > 1e-3
 
 
+def test_a_soft_cap_is_applied(tmp_path):
+    """T17: Gemma heads of z-lab state their target's."""
+    folder, _ = zlab(tmp_path)
+    plain = run(DSparkDrafter.from_pretrained(folder)).logits
+    edit_config(folder, final_logit_softcapping=0.5)
+    capped = run(DSparkDrafter.from_pretrained(folder)).logits
+    torch.testing.assert_close(capped, 0.5 * torch.tanh(plain / 0.5))
+
+
 # -- drafting defaults -----------------------------------------------------------------------------
 
 
@@ -397,5 +468,11 @@ def test_headless_drafters_of_this_family_draft_by_argmax(tmp_path):
     """T23: as their reference loop does; with a Markov head, drafts are sampled."""
     folder, _ = zlab(tmp_path / "dflash")
     assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling == "greedy"
+    # Repositories carry a copy of their target's defaults.
+    GenerationConfig(temperature=0.6, do_sample=True).save_pretrained(folder)
+    defaults = DSparkDrafter.from_pretrained(folder).generation_config
+    assert (defaults.temperature, defaults.dspark_draft_sampling) == (0.6, "greedy")
+    edit_json(folder / "generation_config.json", dspark_draft_sampling="sample")
+    assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling == "sample"
     folder, _ = specforge(tmp_path / "dspark")
     assert DSparkDrafter.from_pretrained(folder).generation_config.dspark_draft_sampling is None

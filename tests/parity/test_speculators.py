@@ -71,6 +71,9 @@ def largest_difference(drafter, record):
             embedded = drafter.markov_head.embed(previous[None])
             confidence = drafter.confidence_head(block.hidden_states, embedded)[0]
             pairs.append((confidence, record["confidence"][i, slots]))
+            # Behind the anchor, which is true; later positions follow drafted tokens.
+            first = block.confidence_logits[0, :1]
+            pairs.append((first, record["confidence"][i, slots][:1]))
         worst = max(worst, *((a - b).abs().max().item() for a, b in pairs))
     return worst
 
@@ -116,7 +119,7 @@ def test_the_facts_that_make_the_difference(tmp_path, name, change):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts(name):
-    """T2, T3, T16: layer ids minus one, γ by the layout, offsets as ids of the target."""
+    """T2, T3, T16, T23: layer ids minus one, γ by the layout, offsets as ids of the target."""
     facts = describe(str(GOLDEN / name))
     assert facts["dialect"] == "speculators"
     assert facts["target_layer_ids"] == [1, 3, 6]
@@ -126,6 +129,8 @@ def test_facts(name):
     assert facts["block_width"] == {"dspark_full": 4, "dspark_causal_reduced": 4}.get(name, 5)
     assert facts["unscaled_input_embeddings"]
     assert facts["warnings"] == []
+    # Without heads, its reference loop drafts by argmax.
+    assert facts["draft_sampling"] == ("greedy" if name.startswith("dflash") else "sample")
     assert "embedding" in facts["bound_from_target"]
     reduced = name.endswith("reduced")
     assert facts["draft_vocab_size"] == (23 if reduced else None)
@@ -216,6 +221,13 @@ def test_a_body_is_a_difference_to_the_defaults_of_its_class(tmp_path):
     # 128 is Qwen3's, and the stored projections say 8.
     with pytest.raises(ValueError, match=r"q_proj\.weight has shape \(32, 32\), .* \(512, 32\)"):
         DSparkDrafter.from_pretrained(folder)
+
+
+def test_odd_class_names_do_not_stop_the_description(tmp_path):
+    """B083: the container tells what it is."""
+    folder = copy_folder(GOLDEN / "dspark_full", tmp_path)
+    edit_config(folder, architectures={"a": 1})
+    assert describe(str(folder))["architecture"] is None
 
 
 def test_sliding_layers_without_a_window_in_force_are_full(tmp_path):

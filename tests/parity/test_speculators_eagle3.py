@@ -124,18 +124,76 @@ def test_files_of_the_original_trainers(tmp_path, name):
 def test_taps_by_the_references_rule_need_the_depth(tmp_path):
     """B069: SafeAILab's files do not say how deep the target is, and it is not guessed."""
     folder = chain_file(
-        tmp_path, LLAMA, architectures=["LlamaForCausalLM"], eagle_config=..., rope_theta=...
+        tmp_path, LLAMA, architectures=["LlamaForCausalLM"], eagle_config=..., head_dim=...
     )
     with pytest.raises(ValueError, match=r"does not give L\. Pass num_target_layers="):
         Eagle3Drafter.from_pretrained(folder)
     config = Eagle3Drafter.from_pretrained(folder, num_target_layers=32).config
-    # Inputs of layers 2, 16 and 29 are outputs of 1, 15 and 28.
+    # Inputs of layers 2, 16 and 29 are outputs of 1, 15 and 28; the heads divide the width.
+    assert config.backbone_config.head_dim == 8
     assert config.target_layer_ids == [1, 15, 28]
     assert config.backbone_config.rope_parameters["rope_theta"] == 10_000
     facts = describe(str(folder), num_target_layers=32)
     assert (facts["dialect"], facts["target_layer_ids"]) == ("eagle3", [1, 15, 28])
     with pytest.raises(ValueError, match=r"drafter .LlamaForCausalLM with draft_vocab_size"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_packages_own_converter_leaves_the_taps_to_the_rule(tmp_path):
+    """T2: hidden states 2, L / 2 and L - 3."""
+    folder = copy_folder(GOLDEN / LLAMA, tmp_path)
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=None)
+    told = Eagle3Drafter.from_pretrained(folder, num_target_layers=36)
+    assert told.config.target_layer_ids == [1, 17, 32]
+    assert told.config.num_target_layers == 36
+    assert difference(told, expected_of(LLAMA)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("flat", "nested", "taps"),
+    [([2, 4, 7], ..., [1, 3, 6]), ([2, 4, 7], [1, 3, 6], [1, 3, 6]), ([1, 3, 6], [1, 3, 6], None)],
+)
+def test_the_two_places_of_tap_ids_count_differently(tmp_path, flat, nested, taps):
+    """T2: hidden states at the top level, as engines count, layer outputs in `eagle_config`."""
+    section = {} if nested is ... else {"eagle_aux_hidden_state_layer_ids": nested}
+    folder = chain_file(
+        tmp_path,
+        LLAMA,
+        eagle_config=section,
+        eagle_aux_hidden_state_layer_ids=flat,
+        num_target_layers=36,
+    )
+    if taps is None:
+        with pytest.raises(ValueError, match="counts hidden states and should be one more each"):
+            Eagle3Drafter.from_pretrained(folder)
+    else:
+        assert Eagle3Drafter.from_pretrained(folder).config.target_layer_ids == taps
+
+
+def test_tap_ids_that_may_count_hidden_states_are_said(tmp_path):
+    """T2: a list that begins with 2, as engines' own default does."""
+    for ids, said in (([1, 3, 6], False), ([2, 4, 7], True)):
+        section = {"eagle_aux_hidden_state_layer_ids": ids}
+        facts = describe(str(chain_file(tmp_path, LLAMA, eagle_config=section)))
+        assert facts["target_layer_ids"] == ids
+        assert bool(facts["warnings"]) == said
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"use_aux_hidden_state": False}, "last hidden state alone"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, -2]}, "count the target's layers from 0"),
+        ({"norm_before_fc": True}, "norm_before_fc = True, and the weights lack"),
+        ({"norm_before_residual": "no"}, r"eagle_config\.norm_before_residual = 'no', and it can"),
+    ],
+)
+def test_what_eagle_config_says_is_not_passed_over(tmp_path, section, message):
+    """T2, T22."""
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    folder = chain_file(tmp_path, LLAMA, eagle_config={**taps, **section})
+    with pytest.raises(ValueError, match=message):
+        Eagle3Drafter.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,7 +222,8 @@ def test_greedy_is_exact(name):
     [
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"speculators_config": {}}, "how many tokens are proposed"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, "lacks eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, r"does not give L\. Pass num_target_layers="),
+        ({"transformer_layer_config.rope_is_neox_style": False}, "Qwen3 draft layers only, not of"),
         ({"transformer_layer_config.num_hidden_layers": 2}, "weights hold 1 draft layers"),
     ],
 )

@@ -14,12 +14,14 @@ from tiny import VOCAB, make_target
         {"causal_layers": [0, 1]},
         {"causal_layers": [0], "windows": (5, None)},
         {"causal_layers": [1], "anchor_predicts": False},
+        {"unscaled_input_embeddings": True},
     ],
     ids=str,
 )
-def test_causal_layers_and_windows(options):
-    """B090, T13: hidden states of two anchors at once equal those of drafting behind each."""
-    drafter, target = make_block_drafter(**options), make_target()
+def test_layers_and_embeddings(options):
+    """B090, T13, T14: hidden states of two anchors at once equal those of drafting behind each."""
+    # Its embedding scales what it looks up.
+    drafter, target = make_block_drafter(**options), make_target("gemma3")
     embedding = target.get_input_embeddings()
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(0, VOCAB - 1, (1, 14), generator=generator)

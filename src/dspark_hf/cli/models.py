@@ -84,7 +84,7 @@ def load_models(
     is `False`.
     """
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    read = [load_drafter(drafter, torch_dtype) for drafter in drafters]
+    read = [load_drafter(drafter, torch_dtype, target) for drafter in drafters]
     model, source = load_target(target, dtype, threads)
     device = model.device
     tokenizer, draft_models = AutoTokenizer.from_pretrained(source), []

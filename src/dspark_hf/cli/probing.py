@@ -7,27 +7,35 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from transformers import AutoConfig
 
 from ..auto import drafter_class
 from ..evaluation.prompts import encode_prompt
 from ..loading.files import read_config
-from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError
+from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError, UnknownDepthError
 from ..modeling_dspark import DSparkDrafter
 from ..probing import ProbeResult, combine, probe_layout
 
 logger = logging.getLogger(__name__)
 
 
-def load_drafter(source: str, dtype: Any) -> tuple[Any, bool]:
+def load_drafter(source: str, dtype: Any, target: str) -> tuple[Any, bool]:
     """
     A drafter, and whether its checkpoint says how its blocks are laid out; one that does not is
-    read as anchor-first until it is probed.
+    read as anchor-first until it is probed. Taps that follow from the depth of the target are taken
+    from its config, at `target`.
     """
     cls = drafter_class(read_config(source))
     try:
         return cls.from_pretrained(source, dtype=dtype), True
     except UndecidedLayoutError:
         return cls.from_pretrained(source, dtype=dtype, block_layout=ANCHOR_FIRST), False
+    except UnknownDepthError:
+        from .models import target_source
+
+        text = AutoConfig.from_pretrained(target_source(target)).get_text_config(decoder=True)
+        depth = text.num_hidden_layers
+        return cls.from_pretrained(source, dtype=dtype, num_target_layers=depth), True
 
 
 def layout_name(anchor_predicts: bool) -> str:
@@ -95,12 +103,12 @@ def _probe(
     num_anchors: int,
     console: Console | None,
 ) -> ProbeResult:
-    results = []
+    results, share = [], -(-num_anchors // len(texts))
     for text in track(texts, "drafting", console=console, transient=True, disable=console is None):
         inputs = encode_prompt(tokenizer, text, target.device)
         ids = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         first = inputs["input_ids"].shape[1] - 1
-        results.append(probe_layout(target, drafter, ids, max(first, 1), num_anchors // len(texts)))
+        results.append(probe_layout(target, drafter, ids, max(first, 1), share))
     return combine(results)
 
 

@@ -36,10 +36,10 @@ def run_profile(
     if cpu_time and threads != 1:
         raise typer.BadParameter("--cpu-time is right on one thread only; add --threads 1")
     counts = default_token_counts(max_tokens, rows)
-    model, _ = load_target(target, dtype, threads)
+    model, source = load_target(target, dtype, threads)
     draft_model = None
     if drafter is not None:
-        draft_model, _ = load_drafter(drafter, model.dtype)
+        draft_model, _ = load_drafter(drafter, model.dtype, source)
         draft_model = draft_model.to(model.device)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=None)

@@ -79,16 +79,25 @@ def serve_commands(config: DrafterConfig, layout: str, repository: str, target: 
         f"{kind.upper()} --speculative-draft-model-path {repository}"
     )
     if layout == SPECULATORS:
-        return [f"vllm serve {repository}", long_form]
+        return [f"vllm serve {repository}", long_form] if _runs_in_vllm(config) else []
     # vLLM and SGLang take a `dflash` draft for one of infill blocks, which DeepSpec's are not;
     # their Eagle3 classes have three taps, and DeepSpec's has five.
     if layout == DEEPSPEC and kind == "DSpark":
-        return [long_form, sglang]
+        return [long_form, sglang] if _runs_in_vllm(config) else [sglang]
     if layout == CHAIN_EAGLE3:
         # One chain of γ tokens and not a tree. vLLM counts the tap ids of this layout otherwise.
         chain = f"--speculative-num-steps {gamma} --speculative-eagle-topk 1"
         return [f"{sglang} {chain} --speculative-num-draft-tokens {gamma + 1}"]
     return []
+
+
+def _runs_in_vllm(config: DrafterConfig) -> bool:
+    """vLLM's classes know the vanilla Markov head alone, and headless drafters of infill blocks."""
+    if not isinstance(config, DSparkConfig):
+        return True
+    if kind_of(config) == "DFlash":
+        return not config.anchor_predicts
+    return config.markov_head_type in (None, "vanilla")
 
 
 def build_card(

@@ -6,6 +6,8 @@ from ..loading.detection import CHAIN_EAGLE3
 from ..modeling_eagle3 import Eagle3Drafter
 from .layouts import (
     Target,
+    deepspec_container,
+    deepspec_obstacles,
     dtype_name,
     layer_keys,
     refuse,
@@ -13,7 +15,6 @@ from .layouts import (
     speculators_container,
 )
 
-_DEEPSPEC_ARCHITECTURES = {"qwen3": "Qwen3Eagle3Model", "gemma4_text": "Gemma4Eagle3Model"}
 # Taps that DeepSpec's trainer and the classes of the original layout are built for.
 _DEEPSPEC_TAPS, _CHAIN_TAPS = 5, 3
 
@@ -42,8 +43,12 @@ def chain_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:
         CHAIN_EAGLE3,
     )
     has_head = drafter.get_output_embeddings() is not None or target.model is not None
+    rope = {key: value for key, value in body.rope_parameters.items() if key != "rope_theta"}
     raw = {
         **layer_keys(body),
+        # The old spelling too: classes that do not find it rotate by 10,000.
+        "rope_theta": body.rope_parameters["rope_theta"],
+        "rope_scaling": None if rope.get("rope_type") == "default" else rope,
         "architectures": ["LlamaForCausalLMEagle3"],
         # Without a head in the file, null makes the engine take the target's.
         "draft_vocab_size": config.num_draftable_tokens if has_head else None,
@@ -75,45 +80,25 @@ def deepspec_eagle3_config(drafter: Eagle3Drafter, target: Target) -> dict[str, 
     Raises:
         `ValueError`: the drafter has something that the layout cannot say.
     """
-    config, body = drafter.config, drafter.config.backbone_config
-    depth = config.num_target_layers or target.depth
-    is_gemma = body.model_type == "gemma4_text"
+    config = drafter.config
     refuse(
         {
-            f"a {body.model_type} layer (DeepSpec's is Qwen3's or Gemma 4's)": (
-                body.model_type not in _DEEPSPEC_ARCHITECTURES
-            ),
+            **deepspec_obstacles(drafter, target),
             f"{len(config.target_layer_ids)} taps (DeepSpec's Eagle3 has {_DEEPSPEC_TAPS})": (
                 len(config.target_layer_ids) != _DEEPSPEC_TAPS
             ),
             "a norm in front of the context projection": config.feature_norm is not None,
             "a residual that starts from the normed state": config.norm_before_residual,
             "a normed output that is recycled": config.recycles_normed_output,
-            "a reduced draft vocabulary": config.draft_vocab_size is not None,
-            "features of another width than the draft layer": (
-                config.target_hidden_size != config.hidden_size
-            ),
-            "a logit soft-cap over a Qwen3 layer": (
-                config.final_logit_softcapping is not None and not is_gemma
-            ),
-            "no record of the target's depth (pass the target)": depth is None,
         },
         "DeepSpec",
     )
-    raw = {
-        **layer_keys(body),
-        "architectures": [_DEEPSPEC_ARCHITECTURES[body.model_type]],
+    return {
+        **deepspec_container(drafter, target, "Eagle3Model"),
         "draft_num_hidden_layers": 1,
-        "dtype": dtype_name(drafter),
-        "num_target_layers": depth,
-        "target_layer_ids": list(config.target_layer_ids),
         "target_model_name_or_path": target.name,
-        "tie_word_embeddings": False,
         "ttt_length": config.block_size,
-        "vocab_size": config.vocab_size,
-        **special_tokens(config),
     }
-    return {**raw, "final_logit_softcapping": config.final_logit_softcapping} if is_gemma else raw
 
 
 def speculators_eagle3_config(drafter: Eagle3Drafter, target: Target) -> dict[str, Any]:

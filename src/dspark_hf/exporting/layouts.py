@@ -22,7 +22,8 @@ SPECULATORS_VERSION = "0.9.0"
 
 EMBEDDING, HEAD, MAP = "embed_tokens.weight", "lm_head.weight", "draft_to_target"
 _CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-_DEEPSPEC_ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "gemma4_text": "Gemma4DSparkModel"}
+_DEEPSPEC_FAMILIES = {"qwen3": "Qwen3", "gemma4_text": "Gemma4"}
+_SCALED = "a target whose embedding scales what it looks up"
 # Keys of the host's configs that say nothing about the drafter's layers.
 _NOT_LAYERS = (
     "_name_or_path",
@@ -71,17 +72,41 @@ def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
     Raises:
         `ValueError`: the drafter has something that the layout cannot say.
     """
-    config, body = drafter.config, drafter.config.backbone_config
-    depth = config.num_target_layers or target.depth
-    kinds = getattr(body, "layer_types", None) or ["full_attention"]
-    is_gemma = body.model_type == "gemma4_text"
+    config = drafter.config
+    kinds = getattr(config.backbone_config, "layer_types", None) or ["full_attention"]
     obstacles = {
-        f"{body.model_type} layers (DeepSpec draft layers are Qwen3's or Gemma 4's)": (
-            body.model_type not in _DEEPSPEC_ARCHITECTURES
-        ),
+        **deepspec_obstacles(drafter, target),
         "an infill block (the anchor slot of DeepSpec blocks predicts)": not config.anchor_predicts,
         "causal draft layers": bool(config.causal_layers),
         "sliding draft layers": "sliding_attention" in kinds,
+        _SCALED: config.backbone_config.model_type == "qwen3" and _scales(drafter, target),
+        "plain rows of an embedding that it shares with its target (pass the target)": (
+            config.unscaled_input_embeddings and _embedding(drafter, target) is None
+        ),
+    }
+    refuse(obstacles, "DeepSpec")
+    raw = {
+        **deepspec_container(drafter, target, "DSparkModel"),
+        "block_size": config.block_size,
+        "enable_confidence_head": config.confidence_head,
+        "markov_rank": config.markov_rank,
+        "mask_token_id": config.mask_token_id,
+    }
+    if config.markov_head_type:
+        raw["markov_head_type"] = config.markov_head_type
+    if config.confidence_head:
+        raw["confidence_head_with_markov"] = config.confidence_head_with_markov
+    return raw
+
+
+def deepspec_obstacles(drafter: DrafterModel, target: Target) -> dict[str, bool]:
+    """What no DeepSpec layout can say, and whether this drafter has it."""
+    config, kind = drafter.config, drafter.config.backbone_config.model_type
+    is_gemma = kind == "gemma4_text"
+    return {
+        f"{kind} layers (DeepSpec draft layers are Qwen3's or Gemma 4's)": (
+            kind not in _DEEPSPEC_FAMILIES
+        ),
         "a reduced draft vocabulary": config.draft_vocab_size is not None,
         "features of another width than the draft layers": (
             config.target_hidden_size != config.hidden_size
@@ -89,28 +114,26 @@ def deepspec_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]:
         "a logit soft-cap over Qwen3 layers": (
             config.final_logit_softcapping is not None and not is_gemma
         ),
-        "no record of the target's depth (pass the target)": depth is None,
+        "no record of the target's depth (pass the target)": (
+            config.num_target_layers is None and target.depth is None
+        ),
     }
-    refuse(obstacles, "DeepSpec")
+
+
+def deepspec_container(drafter: DrafterModel, target: Target, architecture: str) -> dict[str, Any]:
+    """What every config.json of a DeepSpec layout holds; `architecture` is named without family."""
+    config, body = drafter.config, drafter.config.backbone_config
     raw = {
         **layer_keys(body),
-        "architectures": [_DEEPSPEC_ARCHITECTURES[body.model_type]],
-        "block_size": config.block_size,
+        "architectures": [_DEEPSPEC_FAMILIES[body.model_type] + architecture],
         "dtype": dtype_name(drafter),
-        "enable_confidence_head": config.confidence_head,
-        "markov_rank": config.markov_rank,
-        "mask_token_id": config.mask_token_id,
-        "num_target_layers": depth,
+        "num_target_layers": config.num_target_layers or target.depth,
         "target_layer_ids": list(config.target_layer_ids),
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         **special_tokens(config),
     }
-    if config.markov_head_type:
-        raw["markov_head_type"] = config.markov_head_type
-    if config.confidence_head:
-        raw["confidence_head_with_markov"] = config.confidence_head_with_markov
-    if is_gemma:
+    if body.model_type == "gemma4_text":
         raw["final_logit_softcapping"] = config.final_logit_softcapping
     return raw
 
@@ -139,7 +162,7 @@ def speculators_config(drafter: DSparkDrafter, target: Target) -> dict[str, Any]
         "features of another width than the draft layers": (
             config.target_hidden_size != config.hidden_size
         ),
-        "a target whose embedding scales what it looks up": _scales(drafter, target),
+        _SCALED: _scales(drafter, target),
         "no name of its target (pass target_name)": target.name is None,
     }
     refuse(obstacles, "speculators")
@@ -215,14 +238,19 @@ def layout_tensors(drafter: DrafterModel, layout: str, target: Target) -> dict[s
             out.
     """
     tensors = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
-    embedding, head = drafter.get_input_embeddings(), drafter.get_output_embeddings()
+    embedding, head = _embedding(drafter, target), drafter.get_output_embeddings()
     if target.model is not None:
-        embedding = embedding if embedding is not None else target.model.get_input_embeddings()
         head = head if head is not None else target.model.get_output_embeddings()
     ids = tensors.pop(MAP, None)
     if EMBEDDING not in tensors and embedding is not None:
         tensors[EMBEDDING] = embedding.weight.detach().cpu()[: drafter.config.vocab_size]
     if HEAD not in tensors and head is not None:
+        if not head.weight.is_floating_point() or getattr(head, "bias", None) is not None:
+            raise ValueError(
+                f"The drafter shares its target's head, and this one ({type(head).__name__}) is "
+                "quantised or has a bias, which files of other layouts do not hold. Give a target "
+                "with a plain head, or export in this library's own layout."
+            )
         rows = head.weight.detach().cpu()
         tensors[HEAD] = rows if ids is None else rows[ids]
     if ids is not None and HEAD not in tensors:
@@ -289,8 +317,14 @@ def dtype_name(drafter: DrafterModel) -> str:
 
 
 def _scales(drafter: DSparkDrafter, target: Target) -> bool:
-    """Whether the drafter takes embeddings that are scaled, which speculators looks up plainly."""
+    """Whether the drafter takes embeddings that are scaled, which a copy of the rows would not."""
+    is_scaled = hasattr(_embedding(drafter, target), "embed_scale")
+    return is_scaled and not drafter.config.unscaled_input_embeddings
+
+
+def _embedding(drafter: DrafterModel, target: Target) -> torch.nn.Module | None:
+    """The drafter's embedding, its own or one of its target as far as that is at hand."""
     module = drafter.get_input_embeddings()
     if module is None and target.model is not None:
         module = target.model.get_input_embeddings()
-    return not drafter.config.unscaled_input_embeddings and hasattr(module, "embed_scale")
+    return module

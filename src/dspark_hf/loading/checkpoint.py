@@ -269,11 +269,15 @@ def load_drafter(
         )
     adapt_weights(drafter, facts.reading, source)
     _check_draft_vocabulary(drafter, source)
-    if "t2d" in facts.reading.unneeded:
+    if "d2t" in facts.reading.unneeded:
+        _check_full_map(fetch(source, facts.tensors["d2t"].file, **hub), source)
+    elif "t2d" in facts.reading.unneeded and drafter.config.draft_vocab_size is not None:
         _check_membership(drafter, fetch(source, facts.tensors["t2d"].file, **hub), source)
     if generation_config is not None:
         drafter.generation_config = generation_config
-    elif facts.reading.greedy_drafts:
+    # A file of a published repository is its target's and knows nothing of drafts.
+    is_silent = drafter.generation_config.dspark_draft_sampling is None
+    if facts.reading.greedy_drafts and has_own and is_silent:
         drafter.generation_config.dspark_draft_sampling = "greedy"
     return (drafter, info) if want_info else drafter
 
@@ -297,6 +301,17 @@ def _check_draft_vocabulary(drafter: Any, source: str) -> None:
             f"{drafter.config.vocab_size - 1} of an integer type; found {ids.dtype} from "
             f"{ids.min().item()} to {ids.max().item()}, {len(ids.unique())} of them different. "
             "Take the file from the original checkpoint."
+        )
+
+
+def _check_full_map(path: str | None, source: str) -> None:
+    """The offsets of a vocabulary that is not reduced move no token."""
+    with safe_open(str(path), framework="pt") as file:
+        offsets = file.get_tensor("d2t")
+    if offsets.any():
+        raise ValueError(
+            f"{source}: draft_vocab_size says that every token can be drafted, and d2t moves "
+            f"{int(offsets.count_nonzero())} of them. The two come from different checkpoints."
         )
 
 

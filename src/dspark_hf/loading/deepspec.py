@@ -11,6 +11,7 @@ from .reading import (
     block_layout,
     check_depth,
     draft_vocabulary,
+    stated_layout,
     vocabulary_tensors,
 )
 
@@ -70,16 +71,24 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
     heads = _read_heads(reader)
     body = deepspec_body(reader, backbone)
     reader.by_rule("anchor_predicts", "DeepSpec blocks are anchor-first, DFlash included")
+    if stated_layout(reader) is False and layout is None:
+        raise ValueError(
+            f"{reader.source}: blocks of a {architecture_of(reader.raw)} are anchor-first, and "
+            "config.json says that the anchor slot does not predict (sample_from_anchor or "
+            "shift_label is false). Ask the author which holds, and pass block_layout='infill' or "
+            "'anchor_first'."
+        )
     shape = block_layout(reader, width, True, layout)
     # A drafter of Qwen3 layers has none, whatever a copied config says.
     is_gemma = backbone == "gemma4_text"
     cap = reader.get("final_logit_softcapping", "final_logit_softcapping") if is_gemma else None
     # Not DeepSpec's key: a SpecForge drafter that was repacked in this layout brings it along.
     causal = reader.flag("causal", "is_causal", "dflash_config.is_causal")
+    draft_vocab_size = draft_vocabulary(reader, facts["vocab_size"])
     config = DSparkConfig(
         backbone_config=body,
         target_hidden_size=body["hidden_size"],
-        draft_vocab_size=draft_vocabulary(reader, facts["vocab_size"]),
+        draft_vocab_size=draft_vocab_size,
         final_logit_softcapping=cap,
         causal_layers=list(range(body["num_hidden_layers"])) if causal else None,
         **shape,
@@ -87,7 +96,7 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
         **heads,
         **common_facts(reader),
     )
-    return Reading(config, **vocabulary_tensors(reader))
+    return Reading(config, **vocabulary_tensors(reader, draft_vocab_size))
 
 
 def deepspec_body(reader: ConfigReader, backbone: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
 from . import deepseek_v4
 from .checkpoint import meta_state, read_facts
-from .detection import DEEPSEEK_V4
+from .detection import DEEPSEEK_V4, architecture_of
 from .files import num_bytes, read_config
 
 
@@ -50,7 +50,7 @@ def describe(
     return {
         "source": source,
         "dialect": facts.dialect,
-        "architecture": (facts.raw_config.get("architectures") or [None])[0],
+        "architecture": architecture_of(facts.raw_config),
         "family": _family(config),
         "block_size": config.block_size,
         "target_layer_ids": list(config.target_layer_ids),
@@ -63,7 +63,7 @@ def describe(
         "num_draft_layers": config.backbone_config.num_hidden_layers,
         "rope": _rotary(config),
         "interleaved_rotary": reading.interleaved_rotary,
-        **(_block_facts(config) if isinstance(config, DSparkConfig) else {}),
+        **(_block_facts(config) if isinstance(config, DSparkConfig) else _row_facts(config)),
         "final_logit_softcapping": config.final_logit_softcapping,
         "bound_from_target": bound,
         "draft_sampling": "greedy" if reading.greedy_drafts else "sample",
@@ -101,11 +101,18 @@ def _block_facts(config: DSparkConfig) -> dict[str, Any]:
         "markov_rank": config.markov_rank,
         "confidence_head": config.confidence_head,
         "confidence_head_with_markov": config.confidence_head_with_markov,
+        "confidence_head_bias": config.confidence_head and config.confidence_head_bias,
         "windows": _windows(config),
         "window_measured_from": "slot" if config.sliding_window_per_slot else "anchor",
         "causal_layers": config.causal_layers,
         "unscaled_input_embeddings": config.unscaled_input_embeddings,
     }
+
+
+def _row_facts(config: Any) -> dict[str, Any]:
+    """What only drafters of one token after the other have."""
+    names = ("feature_norm", "norm_before_residual", "recycles_normed_output")
+    return {name: getattr(config, name) for name in names}
 
 
 def _windows(config: DSparkConfig) -> list[int | None]:

@@ -42,7 +42,7 @@ _GEMMA4_MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
 
 _EAGLE3 = "an EAGLE-3 drafter"
 _CHAIN_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-_HOST_MODELS = ("muse_glimmer_assistant",)
+HOST_MODELS = ("muse_glimmer_assistant",)
 
 # Architectures of drafters, for the host's auto classes and for messages.
 DRAFTER_ARCHITECTURES = {
@@ -80,6 +80,9 @@ _REFUSED_ARCHITECTURES = {
     "Eagle3DeepseekV2ForCausalLM": "latent attention is not built; serve it with vLLM",
     "Eagle3DraftModel": "its layout is not known without ttt_length; serve it with SGLang",
 }
+
+# What names of a Markov head's tensors start with.
+_MARKOV_HEADS = ("markov_head.", "markov_w1.", "logit_head.")
 
 # Other algorithms in the speculators container.
 _REFUSED_SPECULATORS = {
@@ -141,14 +144,18 @@ def is_foreign_drafter(raw: dict[str, Any]) -> bool:
 
     Ours is not foreign, and what the host runs by itself is not ours to judge.
     """
-    if is_own_layout(raw) or raw.get("model_type") in _HOST_MODELS:
+    if is_own_layout(raw) or raw.get("model_type") in HOST_MODELS:
         return False
     return refused_layout(raw, ()) is not None or _readable_dialect(raw, ()) is not None
 
 
 def is_own_layout(raw: dict[str, Any]) -> bool:
-    """Whether a config.json was written by this library."""
-    return raw.get("model_type") in OWN_LAYOUTS
+    """
+    Whether a config.json was written by this library. Its model type alone does not tell: some of
+    SpecForge's files say `dspark` too.
+    """
+    is_others = "speculators_model_type" in raw or architecture_of(raw) in DRAFTER_ARCHITECTURES
+    return raw.get("model_type") in OWN_LAYOUTS and not is_others
 
 
 def is_eagle3(raw: dict[str, Any]) -> bool:
@@ -198,7 +205,9 @@ def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None
         return LFM2
     if architecture in ("DFlashDraftModel", "DSparkDraftModel"):
         has_markov = raw.get("markov_rank") or dflash.get("markov_rank")
-        return FORK if has_markov or _has(names, "markov_head.") else DFLASH
+        # A DSpark model is no DFlash one without its Markov head: its blocks may be of either kind.
+        is_dspark = architecture == "DSparkDraftModel" or _has(names, *_MARKOV_HEADS)
+        return FORK if has_markov or is_dspark else DFLASH
     is_reduced_llama = architecture == "LlamaForCausalLM" and "draft_vocab_size" in raw
     if architecture in _CHAIN_ARCHITECTURES or is_reduced_llama or _has(names, "midlayer."):
         return CHAIN_EAGLE3
@@ -236,7 +245,7 @@ def refused_layout(raw: dict[str, Any], names: Collection[str]) -> tuple[str, st
     if architecture in _REFUSED_ARCHITECTURES:
         what = f"{DRAFTER_ARCHITECTURES[architecture]} ({architecture})"
         return what, _REFUSED_ARCHITECTURES[architecture]
-    if raw.get("model_type") in _HOST_MODELS:
+    if raw.get("model_type") in HOST_MODELS:
         return (
             "a Muse Glimmer assistant",
             "the host library loads and runs it itself, with AutoModelForCausalLM and "

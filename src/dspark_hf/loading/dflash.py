@@ -10,13 +10,15 @@ from typing import Any
 
 from ..configuration_dspark import DSparkConfig
 from .deepspec import common_facts
-from .detection import DFLASH, FORK, MODELOPT
+from .detection import DFLASH, FORK, LFM2, MODELOPT
 from .qwen3_body import read_body
 from .reading import (
     ConfigReader,
     Reading,
     block_layout,
     draft_vocabulary,
+    refuse_negative_taps,
+    stated_layout,
     vocabulary_tensors,
 )
 
@@ -62,6 +64,7 @@ def read_dflash_family(reader: ConfigReader, dialect: str, layout: str | None) -
     body = read_body(reader)
     depth = _require(reader, "num_target_layers")
     taps = _require(reader, "target_layer_ids")
+    refuse_negative_taps(reader, taps)
     _refuse_last_layer(reader, taps, depth)
     width = _require(reader, "block_size", "block_width")
     shape = block_layout(reader, width, _anchor_predicts(reader, dialect, renames), layout)
@@ -84,15 +87,11 @@ def read_dflash_family(reader: ConfigReader, dialect: str, layout: str | None) -
         **heads,
         **common_facts(reader),
     )
-    interleaved = reader.flag("interleaved_rotary", "rope_is_neox_style") is False
-    vocabulary = vocabulary_tensors(reader)
+    if dialect == LFM2:
+        reader.require("interleaved_rotary", "rope_is_neox_style")
+    vocabulary = vocabulary_tensors(reader, config.draft_vocab_size)
     vocabulary["renames"] |= renames
-    return Reading(
-        config,
-        interleaved_rotary=interleaved,
-        greedy_drafts=config.markov_head_type is None,
-        **vocabulary,
-    )
+    return Reading(config, greedy_drafts=config.markov_head_type is None, **vocabulary)
 
 
 def _get(reader: ConfigReader, key: str, field: str | None = None, default: Any = None) -> Any:
@@ -109,15 +108,7 @@ def _require(reader: ConfigReader, key: str, field: str | None = None) -> Any:
 
 def _anchor_predicts(reader: ConfigReader, dialect: str, renames: dict[str, str]) -> bool | None:
     """Whether the anchor slot predicts, by dialect; `None` where it cannot be told."""
-    shifted = _flag(reader, "shift_label", "anchor_predicts")
-    stated = _flag(reader, "sample_from_anchor", "anchor_predicts")
-    if shifted is not None and stated is not None and shifted != stated:
-        raise ValueError(
-            f"{reader.source}: config.json says shift_label={shifted} and "
-            f"sample_from_anchor={stated}, and both tell whether the anchor slot predicts. Ask the "
-            "author which holds."
-        )
-    told = stated if stated is not None else shifted
+    told = stated_layout(reader)
     if told is not None:
         return told
     if dialect == FORK:

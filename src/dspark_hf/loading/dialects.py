@@ -82,15 +82,34 @@ def read_dialect(
     elif dialect == CHAIN_EAGLE3:
         reading = read_chain_eagle3(reader, block_layout, num_target_layers)
     elif dialect == SPECULATORS_EAGLE3:
-        reading = read_speculators_eagle3(reader, block_layout)
+        reading = read_speculators_eagle3(reader, block_layout, num_target_layers)
     elif dialect == SPECULATORS:
         reading = read_speculators(reader, block_layout)
     else:
         reading = read_dflash_family(reader, dialect, block_layout)
     _settle_depth(reading, num_target_layers, source)
     return dataclasses.replace(
-        reading, origins=reader.origins, unread=reader.unread(), warnings=reader.warnings
+        reading,
+        interleaved_rotary=_has_interleaved_rotary(reader, reading),
+        origins=reader.origins,
+        unread=reader.unread(),
+        warnings=reader.warnings,
     )
+
+
+def _has_interleaved_rotary(reader: ConfigReader, reading: Reading) -> bool:
+    """Whether queries and keys are stored for rotary pairs (2i, 2i + 1): a key of LiquidAI's."""
+    key = "rope_is_neox_style"
+    places = (key, f"dflash_config.{key}", f"transformer_layer_config.{key}")
+    is_interleaved = reader.flag("interleaved_rotary", *places) is False
+    kind = reading.config.backbone_config.model_type
+    if is_interleaved and kind != "qwen3":
+        raise ValueError(
+            f"{reader.source}: config.json says {key} = False, and interleaved rotary pairs are "
+            f"read of Qwen3 draft layers only, not of {kind} ones. Ask the author for a file with "
+            "the halves side by side."
+        )
+    return is_interleaved
 
 
 def refuse_stated(source: str, dialect: str, *told: Any) -> None:

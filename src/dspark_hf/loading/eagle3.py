@@ -4,13 +4,16 @@ from typing import Any
 
 from ..configuration_eagle3 import Eagle3Config
 from .deepspec import common_facts, deepspec_body
-from .detection import deepspec_eagle3_backbone
+from .detection import UnsupportedCheckpointError, deepspec_eagle3_backbone
 from .qwen3_body import read_body
 from .reading import (
     ConfigReader,
     Reading,
     draft_vocabulary,
+    hidden_state_taps,
     refuse_block_layout,
+    refuse_negative_taps,
+    taps_by_rule,
     vocabulary_tensors,
 )
 
@@ -34,6 +37,7 @@ def read_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
     reader.ignore(*_TRAINING_KEYS)
     block_size = reader.require("block_size", "ttt_length")
     taps = reader.require("target_layer_ids", "target_layer_ids")
+    refuse_negative_taps(reader, taps)
     depth = reader.require("num_target_layers", "num_target_layers")
     vocab_size = reader.require("vocab_size", "vocab_size")
     size = reader.get("draft_vocab_size", "draft_vocab_size")
@@ -84,7 +88,14 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     names = {renames.get(name, name) for name in reader.tensors}
     body = _chain_body(reader, names)
     stated = reader.get("num_target_layers", "num_target_layers")
-    vocabulary = vocabulary_tensors(reader)
+    if reader.flag("features", "eagle_config.use_aux_hidden_state") is False:
+        raise UnsupportedCheckpointError(
+            f"{reader.source} is an EAGLE-3 drafter of the target's last hidden state alone "
+            "(eagle_config.use_aux_hidden_state is false), which is not read: it has no taps. "
+            "Serve it with SGLang."
+        )
+    draft_vocab_size = draft_vocabulary(reader, body["vocab_size"])
+    vocabulary = vocabulary_tensors(reader, draft_vocab_size)
     vocabulary["renames"] |= renames
     reader.ignore("eagle_config")
     block_size = reader.get("block_size", "ttt_length")
@@ -94,7 +105,11 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     config = Eagle3Config(
         backbone_config=body,
         feature_norm=_feature_norm(reader, names),
-        norm_before_residual=bool(reader.flag("norm_before_residual", "norm_before_residual")),
+        norm_before_residual=bool(
+            reader.flag(
+                "norm_before_residual", "norm_before_residual", "eagle_config.norm_before_residual"
+            )
+        ),
         recycles_normed_output=_recycles_normed_output(reader),
         block_size=block_size,
         target_layer_ids=_chain_taps(reader, stated or depth),
@@ -102,7 +117,7 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
         target_hidden_size=reader.get("target_hidden_size", "target_hidden_size")
         or body["hidden_size"],
         vocab_size=body["vocab_size"],
-        draft_vocab_size=draft_vocabulary(reader, body["vocab_size"]),
+        draft_vocab_size=draft_vocab_size,
         architectures=["Eagle3Drafter"],
         **common_facts(reader),
     )
@@ -116,7 +131,7 @@ def _feature_norm(reader: ConfigReader, names: set[str]) -> str | None:
         "norm_before_fc": "input_norm.weight" in names,
     }
     for key, stored in kinds.items():
-        stated = reader.flag("feature_norm", key)
+        stated = reader.flag("feature_norm", key, f"eagle_config.{key}")
         if stated is not None and stated != stored:
             raise ValueError(
                 f"{reader.source}: config.json says {key} = {stated!r}, and the weights "
@@ -162,15 +177,23 @@ def _chain_defaults(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _chain_taps(reader: ConfigReader, depth: int | None) -> list[int]:
-    ids = reader.get("target_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
-    if ids is not None:
-        # Inside `eagle_config` they count layer outputs.
-        return ids
-    if type(depth) is not int or depth < 6:
+    # At the top level ids count hidden states, inside `eagle_config` layer outputs.
+    key = "eagle_aux_hidden_state_layer_ids"
+    flat = None if reader.raw.get(key) is None else hidden_state_taps(reader, key)
+    nested = reader.get("target_layer_ids", f"eagle_config.{key}")
+    refuse_negative_taps(reader, nested)
+    if nested is None:
+        return taps_by_rule(reader, depth) if flat is None else flat
+    if flat not in (None, nested):
         raise ValueError(
-            f"{reader.source}: config.json leaves the taps to the reference's rule (outputs of "
-            "layers 1, L/2 - 1 and L - 4 of a target with L layers) and does not give L. Pass "
-            f"num_target_layers=… of its target (found {depth!r})."
+            f"{reader.source}: eagle_config.{key} is {nested}, which counts layer outputs, and "
+            f"{key} is {reader.raw[key]}, which counts hidden states and should be one more each. "
+            "Keep the one that the drafter was trained with."
         )
-    reader.by_rule("target_layer_ids", f"the reference's rule for {depth} layers")
-    return [1, depth // 2 - 1, depth - 4]
+    if flat is None and nested[:1] == [2]:
+        reader.warn(
+            f"eagle_config.{key} begins with 2: read as layer outputs, as SpecForge and ModelOpt "
+            "write them. Some files count hidden states there (2, L/2, L - 3); if acceptance is "
+            "poor, subtract 1 from each."
+        )
+    return nested

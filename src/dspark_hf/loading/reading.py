@@ -20,6 +20,12 @@ class UndecidedLayoutError(ValueError):
     """
 
 
+class UnknownDepthError(ValueError):
+    """
+    The taps follow from the target's depth, which nothing in the checkpoint says.
+    """
+
+
 @dataclass(frozen=True)
 class Reading:
     """
@@ -230,18 +236,71 @@ def refuse_block_layout(reader: ConfigReader, layout: str | None) -> None:
         )
 
 
+def stated_layout(reader: ConfigReader) -> bool | None:
+    """
+    Whether the anchor predicts, where one of the two keys for it is there.
+
+    Raises:
+        `ValueError`: they contradict each other.
+    """
+    shifted, stated = (
+        reader.flag("anchor_predicts", f"dflash_config.{key}", key)
+        for key in ("shift_label", "sample_from_anchor")
+    )
+    if shifted is not None and stated is not None and shifted != stated:
+        raise ValueError(
+            f"{reader.source}: config.json says shift_label={shifted} and "
+            f"sample_from_anchor={stated}, and both tell whether the anchor slot predicts. Ask the "
+            "author which holds."
+        )
+    return stated if stated is not None else shifted
+
+
+def refuse_negative_taps(reader: ConfigReader, taps: Any) -> None:
+    """Raise `ValueError` for a tap id that counts from the end; -1 is DeepSpec DSpark's alone."""
+    if isinstance(taps, list) and any(type(layer) is int and layer < 0 for layer in taps):
+        raise ValueError(
+            f"{reader.source}: the tap ids are {taps}; those of this layout count the target's "
+            "layers from 0, and what a negative one was trained on cannot be told. Ask the author."
+        )
+
+
+def hidden_state_taps(reader: ConfigReader, key: str) -> list[int]:
+    """Taps of a key whose ids count hidden states, as vLLM does: j is the output of layer j - 1."""
+    ids = reader.require("target_layer_ids", key)
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{reader.source}: {key} must be a list of numbers from 0, found {ids!r}.")
+    reader.origins["target_layer_ids"] += " (each minus 1)"
+    return [i - 1 for i in ids]
+
+
+def taps_by_rule(reader: ConfigReader, depth: Any) -> list[int]:
+    """
+    The taps of an EAGLE-3 file that states none.
+
+    Raises:
+        `UnknownDepthError`: the target's depth, which the rule is about, is not known.
+    """
+    if type(depth) is not int or depth < 6:
+        raise UnknownDepthError(
+            f"{reader.source}: config.json leaves the taps to the reference's rule (outputs of "
+            "layers 1, L/2 - 1 and L - 4 of a target with L layers) and does not give L. Pass "
+            f"num_target_layers=… of its target (found {depth!r})."
+        )
+    reader.by_rule("target_layer_ids", f"the reference's rule for {depth} layers")
+    return [1, depth // 2 - 1, depth - 4]
+
+
 def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None = None) -> Any:
     """
-    V_d of a reduced draft vocabulary, `None` for a full one.
-
-    A size that equals the target's, without a map, is a full vocabulary.
+    V_d of a reduced draft vocabulary, `None` for a full one: a size that equals the target's.
 
     Raises:
         `ValueError`: fewer tokens than the target has, and no map that says which, or one over
             another vocabulary.
     """
     size = reader.get("draft_vocab_size", "draft_vocab_size", default=default)
-    if size is None or (size == vocab_size and "d2t" not in reader.tensors):
+    if size is None or size == vocab_size:
         return None
     if reader.tensors and "d2t" not in reader.tensors:
         raise ValueError(
@@ -259,12 +318,19 @@ def draft_vocabulary(reader: ConfigReader, vocab_size: Any, default: int | None 
     return size
 
 
-def vocabulary_tensors(reader: ConfigReader) -> dict[str, Any]:
-    """How the map of a reduced vocabulary is stored in published layouts, for a [`Reading`]."""
-    names = reader.tensors
+def vocabulary_tensors(reader: ConfigReader, size: int | None) -> dict[str, Any]:
+    """
+    How the map of a draft vocabulary is stored in published layouts, for a [`Reading`]; `size` is
+    what `draft_vocabulary` said.
+    """
+    names = set(reader.tensors)
+    if size is None:
+        # SpecForge stores a map of the full vocabulary too, one that moves no token.
+        is_stated = reader.raw.get("draft_vocab_size") is not None
+        return {"renames": {}, "unneeded": frozenset({"d2t", "t2d"} & names if is_stated else ())}
     return {
         "renames": {"d2t": "draft_to_target"} if "d2t" in names else {},
         # Which tokens can be drafted, once more: compared with the map and not kept.
-        "unneeded": frozenset({"t2d"} & set(names)),
+        "unneeded": frozenset({"t2d"} & names),
         "vocabulary_offsets": "d2t" in names,
     }

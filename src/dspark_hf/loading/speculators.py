@@ -16,7 +16,9 @@ from .reading import (
     block_layout,
     check_depth,
     draft_vocabulary,
+    hidden_state_taps,
     refuse_block_layout,
+    taps_by_rule,
     vocabulary_tensors,
 )
 
@@ -56,7 +58,7 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
     config = DSparkConfig(
         backbone_config=body,
         mask_token_id=reader.require("mask_token_id", "mask_token_id"),
-        target_layer_ids=_taps(reader),
+        target_layer_ids=_taps(reader, "aux_hidden_state_layer_ids"),
         num_target_layers=reader.get("num_target_layers", "num_target_layers"),
         target_hidden_size=target_width or body["hidden_size"],
         vocab_size=body["vocab_size"],
@@ -73,12 +75,18 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
         **_read_heads(reader, is_dspark),
     )
     reader.by_rule("unscaled_input_embeddings", "speculators embeds with plain rows")
-    return Reading(config, greedy_drafts=not is_dspark, **vocabulary_tensors(reader))
+    vocabulary = vocabulary_tensors(reader, config.draft_vocab_size)
+    return Reading(config, greedy_drafts=not is_dspark, **vocabulary)
 
 
-def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading:
+def read_speculators_eagle3(reader: ConfigReader, layout: str | None, depth: int | None) -> Reading:
     """
     The drafter that a speculators Eagle3 checkpoint describes.
+
+    Args:
+        depth (`int`, *optional*):
+            Decoder layers of the target, for files that leave the taps to a rule over them: those
+            of the package's own converter.
 
     Raises:
         `ValueError`: a required key is missing, or keys contradict each other.
@@ -110,14 +118,17 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading
             f"(speculative_tokens is {proposed!r}). Add the number that it was trained for."
         )
     reader.origins["block_size"] = "speculators_config.proposal_methods"
+    stated = reader.get("num_target_layers", "num_target_layers")
+    key = "eagle_aux_hidden_state_layer_ids"
+    has_taps = reader.raw.get(key) is not None
     config = Eagle3Config(
         backbone_config={**body, "model_type": model_type},
         feature_norm="joint" if joint else "per_tap" if per_tap else None,
         norm_before_residual=norm_before_residual,
         recycles_normed_output=bool(reader.flag("recycles_normed_output", "norm_output")),
         block_size=proposed,
-        target_layer_ids=_taps(reader, "eagle_aux_hidden_state_layer_ids"),
-        num_target_layers=reader.get("num_target_layers", "num_target_layers"),
+        target_layer_ids=_taps(reader, key) if has_taps else taps_by_rule(reader, stated or depth),
+        num_target_layers=stated or depth,
         target_hidden_size=target_width or body["hidden_size"],
         vocab_size=body["vocab_size"],
         draft_vocab_size=draft_vocabulary(reader, body["vocab_size"], default=32_000),
@@ -126,7 +137,7 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None) -> Reading
         architectures=["Eagle3Drafter"],
         dtype=reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
     )
-    return Reading(config, **vocabulary_tensors(reader))
+    return Reading(config, **vocabulary_tensors(reader, config.draft_vocab_size))
 
 
 def _read_body(reader: ConfigReader) -> dict[str, Any]:
@@ -173,11 +184,9 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
     return {**fields, "model_type": "qwen3", "rope_parameters": rope}
 
 
-def _taps(reader: ConfigReader, key: str = "aux_hidden_state_layer_ids") -> list[int]:
-    """Ids of this container count hidden states: j is the output of layer j - 1."""
-    ids = reader.require("target_layer_ids", key)
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{reader.source}: {key} must be a list of numbers from 0, found {ids!r}.")
+def _taps(reader: ConfigReader, key: str) -> list[int]:
+    """Ids of this container count hidden states."""
+    taps = hidden_state_taps(reader, key)
     offset = reader.get("aux_hidden_state_layer_offset", "aux_hidden_state_layer_offset")
     if offset:
         raise ValueError(
@@ -185,8 +194,7 @@ def _taps(reader: ConfigReader, key: str = "aux_hidden_state_layer_ids") -> list
             "engine that moves every layer id. Add it to aux_hidden_state_layer_ids or remove it, "
             "whichever the author trained with."
         )
-    reader.origins["target_layer_ids"] += " (each minus 1)"
-    return [i - 1 for i in ids]
+    return taps
 
 
 def _anchor_predicts(reader: ConfigReader, width: Any, layout: str | None) -> bool:

@@ -79,8 +79,7 @@ def block_hidden_states(
     blocks[..., 0] = input_ids.gather(1, anchors).where(is_kept, config.mask_token_id)
     slots = torch.arange(width, device=anchors.device)
     block_positions = (anchors[..., None] + slots).flatten(1)
-    hidden = backbone.embed(input_embeddings, blocks.flatten(1), config.backbone_config)
-    hidden = hidden.to(projected.dtype)
+    hidden = drafter._embed(input_embeddings, blocks.flatten(1)).to(projected.dtype)
     rotary = backbone.position_embeddings(drafter.rotary_emb, hidden, block_positions)
     masks: dict[tuple[int | None, bool], torch.Tensor] = {}
     for i, layer in enumerate(drafter.layers):
