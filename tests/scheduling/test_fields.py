@@ -12,6 +12,7 @@ from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.generation.rows import Rows
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.scheduling import round_scheduler
+from dspark_hf.scheduling.calibration import collect_acceptance
 from dspark_hf.scheduling.load import ConcurrentLoad, process_load
 from dspark_hf.scheduling.settings import SchedulingSettings
 from dspark_hf.scheduling.skipping import DraftSkipper
@@ -74,12 +75,26 @@ def test_a_call_outranks_the_drafter():
     assert set(lengths_of(drafter, dspark_max_verify_tokens=1)) == {0}
     free = {"tokens": [1, 512], "steps_per_second": [1.0, 1.0]}
     assert set(lengths_of(drafter, dspark_throughput_profile=free)) == {4}
+    # A threshold selects its own rule; none is none, and leaves the drafter's.
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.4)) == {4}
+    for off in (0.0, None):
+        assert set(lengths_of(drafter, dspark_confidence_threshold=off)) == {1}
 
 
 def test_the_confidence_head_decides_how_much_is_verified():
     """B113: a sure head verifies more, a hopeless one only the token that costs nothing."""
     assert set(lengths_of(with_confidence(9.0), **SCHEDULED)) == {4}
     assert set(lengths_of(with_confidence(-9.0), **SCHEDULED)) == {1}
+
+
+def test_a_head_that_says_nan_is_not_believed():
+    """It cuts where confidences count, and neither the text nor the statistics stumble over it."""
+    drafter = with_confidence(float("nan"))
+    assert set(lengths_of(drafter)) == {4}
+    assert set(lengths_of(drafter, **SCHEDULED)) == {0}
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.1)) == {0}
+    with pytest.raises(ValueError, match="confidence head says NaN"):
+        collect_acceptance(make_target("qwen3"), drafter, [{"input_ids": PROMPT}], max_new_tokens=6)
 
 
 def test_temperatures_reach_every_policy():
@@ -206,6 +221,8 @@ REFUSED = [
     ({"dspark_load": -1}, "at least 0"),
     ({"dspark_load": 1.5}, "at least 0"),
     ({"dspark_load": True}, "at least 0"),
+    ({"dspark_load": 10**400}, "below 2\\*\\*63"),
+    ({"dspark_confidence_threshold": float("nan")}, "between 0 and 1"),
     ({"dspark_load": "busy"}, "'concurrent'"),
     ({"dspark_max_verify_tokens": 0}, "at least 1"),
     ({"dspark_max_verify_tokens": 2.0}, "at least 1"),
