@@ -167,6 +167,9 @@ def test_the_policies_that_need_no_cost():
     assert policy(3).verify_lengths(None, limits).tolist() == [3, 2]
     hopeless = torch.full((2, 3), -torch.inf)
     assert policy(3).verify_lengths(hopeless, limits).tolist() == [3, 2]
+    # A ceiling that leaves room takes nothing away, however little is hoped for.
+    roomy = policy(3, max_verify_tokens=99)
+    assert roomy.verify_lengths(hopeless, limits).tolist() == [3, 2]
     cut = policy(3, verification="threshold", confidence_threshold=0.5)
     assert cut.verify_lengths(logits, limits).tolist() == [1, 2]
 
