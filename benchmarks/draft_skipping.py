@@ -29,6 +29,7 @@ from dspark_hf.cli.models import Pair, load_pair, read_prompts
 
 PLAIN, FULL, EARLY_STOP = "plain", "full", "early stop"
 SKIPPING = ", skipping"
+RULES = (PLAIN, FULL, FULL + SKIPPING, EARLY_STOP, EARLY_STOP + SKIPPING)
 THIRDS = ("weakest third", "middle third", "strongest third")
 
 
@@ -112,7 +113,7 @@ def speed_table(
     headings = ("rule", "x plain", "x unskipped", "worst", "best", "by profile", "τ", "drafted %")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
-    for name in prompts[0] if prompts else ():
+    for name in RULES:
         base = name.removesuffix(SKIPPING)
         over_plain, over_base, profiled = [], [], []
         for calls in prompts:
