@@ -14,6 +14,7 @@ from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.scheduling import round_scheduler
 from dspark_hf.scheduling.calibration import collect_acceptance
 from dspark_hf.scheduling.load import ConcurrentLoad, process_load
+from dspark_hf.scheduling.round_scheduler import RoundScheduler
 from dspark_hf.scheduling.settings import SchedulingSettings
 from dspark_hf.scheduling.skipping import DraftSkipper
 from dspark_hf.scheduling.throughput_profile import ThroughputProfile
@@ -136,6 +137,20 @@ def test_offsets_reach_every_policy_and_belong_to_their_temperatures():
 def test_a_lagged_schedule_runs_in_the_loop():
     """The first two rounds have no predecessor."""
     assert set(lengths_of(with_confidence(0.0), dspark_scheduler="lagged", **SCHEDULED)) == {1}
+
+
+def test_a_lagged_schedule_forgets_rows_that_have_left():
+    """B062: their confidences of two rounds ago add no capacity."""
+    settings = SchedulingSettings("scheduled", scheduler="lagged", profile=PROFILE)
+    with RoundScheduler(settings, make_target("qwen3"), make_drafter(), 3) as scheduler:
+        for _ in range(2):
+            scheduler.begin(3)
+            logits = torch.tensor([[9.0] * 4, [-1.0] * 4, [9.0] * 4])
+            scheduler.verify_lengths(logits, torch.full((3,), 4))
+        scheduler.select([1])
+        scheduler.begin(1)
+        found = scheduler.verify_lengths(torch.full((1, 4), 9.0), torch.tensor([4]))
+    assert found.tolist() == [1]
 
 
 @pytest.mark.parametrize("ceiling", [1, 3, 5])
