@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .scheduling.calibration import Calibration
     from .scheduling.policy import VerificationPolicy
     from .scheduling.profiling import measure_throughput
+    from .scheduling.settings import SchedulingSettings
     from .scheduling.throughput_profile import ThroughputProfile
     from .training.build import build_drafter, build_eagle3
     from .training.trainer import DSparkTrainer
@@ -43,6 +44,7 @@ _NAMES = {
     "Eagle3Config": "configuration_eagle3",
     "Eagle3Drafter": "modeling_eagle3",
     "RoundRecord": "generation.statistics",
+    "SchedulingSettings": "scheduling.settings",
     "Statistics": "generation.statistics",
     "ThroughputProfile": "scheduling.throughput_profile",
     "UnsupportedCheckpointError": "loading.detection",
@@ -67,6 +69,7 @@ __all__ = [
     "Eagle3Config",
     "Eagle3Drafter",
     "RoundRecord",
+    "SchedulingSettings",
     "Statistics",
     "ThroughputProfile",
     "UnsupportedCheckpointError",

@@ -199,6 +199,9 @@ def test_rounds_become_records_and_files(tmp_path):
     loaded = AcceptanceRecords.load(tmp_path / "rounds.safetensors")
     assert torch.equal(loaded.confidence_logits, records.confidence_logits)
     assert loaded.facts == {"target": "T"}
+    # A text of two tokens has no room for a draft.
+    with pytest.raises(ValueError, match="No recorded round drafted anything"):
+        AcceptanceRecords.from_rounds(rounds[1:2])
     (tmp_path / "text").write_text("hello")
     with pytest.raises(ValueError, match="not a safetensors file"):
         AcceptanceRecords.load(tmp_path / "text")

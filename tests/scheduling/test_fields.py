@@ -12,7 +12,9 @@ from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.generation.rows import Rows
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.scheduling import round_scheduler
+from dspark_hf.scheduling.calibration import collect_acceptance
 from dspark_hf.scheduling.load import ConcurrentLoad, process_load
+from dspark_hf.scheduling.round_scheduler import RoundScheduler
 from dspark_hf.scheduling.settings import SchedulingSettings
 from dspark_hf.scheduling.skipping import DraftSkipper
 from dspark_hf.scheduling.throughput_profile import ThroughputProfile
@@ -74,12 +76,26 @@ def test_a_call_outranks_the_drafter():
     assert set(lengths_of(drafter, dspark_max_verify_tokens=1)) == {0}
     free = {"tokens": [1, 512], "steps_per_second": [1.0, 1.0]}
     assert set(lengths_of(drafter, dspark_throughput_profile=free)) == {4}
+    # A threshold selects its own rule; none is none, and leaves the drafter's.
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.4)) == {4}
+    for off in (0.0, None):
+        assert set(lengths_of(drafter, dspark_confidence_threshold=off)) == {1}
 
 
 def test_the_confidence_head_decides_how_much_is_verified():
     """B113: a sure head verifies more, a hopeless one only the token that costs nothing."""
     assert set(lengths_of(with_confidence(9.0), **SCHEDULED)) == {4}
     assert set(lengths_of(with_confidence(-9.0), **SCHEDULED)) == {1}
+
+
+def test_a_head_that_says_nan_is_not_believed():
+    """It cuts where confidences count, and neither the text nor the statistics stumble over it."""
+    drafter = with_confidence(float("nan"))
+    assert set(lengths_of(drafter)) == {4}
+    assert set(lengths_of(drafter, **SCHEDULED)) == {0}
+    assert set(lengths_of(drafter, dspark_confidence_threshold=0.1)) == {0}
+    with pytest.raises(ValueError, match="confidence head says NaN"):
+        collect_acceptance(make_target("qwen3"), drafter, [{"input_ids": PROMPT}], max_new_tokens=6)
 
 
 def test_temperatures_reach_every_policy():
@@ -121,6 +137,20 @@ def test_offsets_reach_every_policy_and_belong_to_their_temperatures():
 def test_a_lagged_schedule_runs_in_the_loop():
     """The first two rounds have no predecessor."""
     assert set(lengths_of(with_confidence(0.0), dspark_scheduler="lagged", **SCHEDULED)) == {1}
+
+
+def test_a_lagged_schedule_forgets_rows_that_have_left():
+    """B062: their confidences of two rounds ago add no capacity."""
+    settings = SchedulingSettings("scheduled", scheduler="lagged", profile=PROFILE)
+    with RoundScheduler(settings, make_target("qwen3"), make_drafter(), 3) as scheduler:
+        for _ in range(2):
+            scheduler.begin(3)
+            logits = torch.tensor([[9.0] * 4, [-1.0] * 4, [9.0] * 4])
+            scheduler.verify_lengths(logits, torch.full((3,), 4))
+        scheduler.select([1])
+        scheduler.begin(1)
+        found = scheduler.verify_lengths(torch.full((1, 4), 9.0), torch.tensor([4]))
+    assert found.tolist() == [1]
 
 
 @pytest.mark.parametrize("ceiling", [1, 3, 5])
@@ -206,6 +236,8 @@ REFUSED = [
     ({"dspark_load": -1}, "at least 0"),
     ({"dspark_load": 1.5}, "at least 0"),
     ({"dspark_load": True}, "at least 0"),
+    ({"dspark_load": 10**400}, "below 2\\*\\*63"),
+    ({"dspark_confidence_threshold": float("nan")}, "between 0 and 1"),
     ({"dspark_load": "busy"}, "'concurrent'"),
     ({"dspark_max_verify_tokens": 0}, "at least 1"),
     ({"dspark_max_verify_tokens": 2.0}, "at least 1"),
@@ -277,13 +309,13 @@ def test_a_call_is_seen_by_the_others_while_it_runs():
     seen = []
     with collect_statistics(on_round=lambda record: seen.append(process_load.of_others(None))):
         make_target("qwen3").generate(
-            PROMPT,
+            PROMPT.repeat(2, 1),
             max_new_tokens=12,
             do_sample=False,
             assistant_model=with_confidence(9.0),
             dspark_load="concurrent",
         )
-    assert seen[0] == 5
+    assert seen[0] == 2 * 5
     assert process_load.of_others(None) == 0
 
 
@@ -327,11 +359,15 @@ def test_drafting_pauses_where_it_does_not_pay_and_tries_again():
     assert hopeless[:16] == [True] * 16
     assert hopeless[16:28] == [False] * 8 + [True] * 4
     assert hopeless[28:48] == [False] * 16 + [True] * 4
-    # Trials cost ever less, and never end.
-    assert 0 < sum(hopeless[200:]) <= 16
+    # Trials cost ever less, and never end: four rounds in sixty-eight.
+    assert 26 <= sum(rounds_drafted(lambda i: 1, 1000)[500:]) <= 32
     recovering = rounds_drafted(lambda i: 1 if i < 100 else 3, 300)
     assert not all(recovering[:100])
     assert all(recovering[200:])
+    # Whoever recovers begins anew: a relapse pauses for eight rounds, not for longer.
+    relapse = rounds_drafted(lambda i: 3 if 100 <= i < 300 else 1, 400)[300:]
+    first_pause = relapse[relapse.index(False) :]
+    assert first_pause[:12] == [False] * 8 + [True] * 4
 
 
 def test_other_work_counts_in_the_cost_of_a_draft():
@@ -353,24 +389,22 @@ def test_finished_rows_make_plain_steps_dear():
         assert all(drafted) == pays
 
 
-@pytest.mark.parametrize("num_right", [0, 4])
-def test_skipping_in_the_loop(num_right):
-    """Greedy text is the same; a drafter that is never right stops drafting, an oracle never."""
-    target = make_target("qwen3")
-    expected = target.generate(PROMPT, max_new_tokens=60, do_sample=False)
-    drafter = make_scripted(make_drafter(), expected, num_right)
-    with collect_statistics() as statistics:
+@pytest.mark.parametrize(("num_right", "load"), [(0, 0), (4, 0), (1, 0), (1, 100)])
+def test_skipping_in_the_loop(num_right, load):
+    """Greedy text is the same, and exactly those rounds draft that the rule says."""
+    target, records = make_target("qwen3"), []
+    expected = target.generate(PROMPT, max_new_tokens=80, do_sample=False)
+    with collect_statistics(on_round=records.append):
         found = target.generate(
             PROMPT,
-            max_new_tokens=60,
+            max_new_tokens=80,
             do_sample=False,
-            assistant_model=drafter,
+            assistant_model=make_scripted(make_drafter(), expected, num_right),
             dspark_draft_skipping=True,
             dspark_throughput_profile=COSTLY.as_dict(),
+            dspark_load=load,
         )
     assert torch.equal(found, expected)
-    drafted = statistics.drafted / 4
-    if num_right:
-        assert drafted >= statistics.rounds - 1
-    else:
-        assert drafted <= 0.55 * statistics.rounds
+    drafted = [record.num_drafted > 0 for record in records][:-1]
+    assert drafted == rounds_drafted(lambda i: 1 + num_right, len(drafted), load=load)
+    assert all(drafted) == (num_right == 4 or (num_right == 1 and load == 0))

@@ -1,6 +1,7 @@
 """The prefix scheduler as pure functions: optima, jagged curves, ties, many rows."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -166,6 +167,9 @@ def test_the_policies_that_need_no_cost():
     assert policy(3).verify_lengths(None, limits).tolist() == [3, 2]
     hopeless = torch.full((2, 3), -torch.inf)
     assert policy(3).verify_lengths(hopeless, limits).tolist() == [3, 2]
+    # A ceiling that leaves room takes nothing away, however little is hoped for.
+    roomy = policy(3, max_verify_tokens=99)
+    assert roomy.verify_lengths(hopeless, limits).tolist() == [3, 2]
     cut = policy(3, verification="threshold", confidence_threshold=0.5)
     assert cut.verify_lengths(logits, limits).tolist() == [1, 2]
 
@@ -177,7 +181,7 @@ def test_the_ceiling_holds_for_every_policy(verification, layout):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 4, generator=generator) + 3
     free = ThroughputProfile((1, 512), (1.0, 1.0))
-    for ceiling in (5, 7, 10, 13, 25, 40):
+    for ceiling in (5, 7, 10, 13, 25, 40, 10**30):
         lengths = policy(
             verification=verification, profile=free, layout=layout, max_verify_tokens=ceiling
         ).verify_lengths(logits, torch.full((5,), 4))
@@ -234,6 +238,52 @@ def test_what_a_policy_needs():
         policy(verification="scheduled", profile=None)
     with pytest.raises(ValueError, match="needs confidence logits"):
         policy(verification="threshold").verify_lengths(None, torch.tensor([4]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"verification": "shceduled"}, "'full', 'threshold' or 'scheduled'"),
+        ({"scheduler": "global"}, "'early_stop' or 'lagged'"),
+        ({"verification": "threshold", "confidence_threshold": 1.5}, "between 0 and 1"),
+        ({"max_verify_tokens": 0}, "at least 1"),
+        ({"load": -1}, "at least 0"),
+        ({"layout": "flat"}, "'packed' or 'padded'"),
+    ],
+)
+def test_a_policy_of_ones_own_is_checked_like_the_fields(fields, message):
+    """Whoever writes a server misspells as well."""
+    with pytest.raises(ValueError, match=message):
+        policy(**fields)
+
+
+def test_what_a_policy_is_asked_is_checked():
+    """Loads and shapes that mean nothing."""
+    scheduled, limits = policy(verification="scheduled"), torch.tensor([4, 4])
+    for load in (-1, float("nan")):
+        with pytest.raises(ValueError, match="at least 0"):
+            scheduled.verify_lengths(torch.zeros(2, 4), limits, load)
+    for shape in ((2, 5), (1, 4)):
+        with pytest.raises(ValueError, match=r"expected \(2, 4\)"):
+            scheduled.verify_lengths(torch.zeros(shape), limits)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("scheduler", ["early_stop", "lagged"])
+def test_requests_come_and_go_in_a_server(scheduler, layout):
+    """Any number of rows in any round, for as long as one likes, without a trace of old ones."""
+    serving = policy(verification="scheduled", scheduler=scheduler, layout=layout)
+    sizes = []
+    for i in range(120):
+        rows = (3, 5, 2, 0, 7, 4)[i % 6]
+        limits = torch.full((rows,), 3)
+        lengths = serving.verify_lengths(torch.full((rows, 4), 3.0), limits, load=i)
+        assert lengths.shape == (rows,)
+        assert bool((lengths <= limits).all())
+        if i == 2:
+            assert lengths.sum() > 0
+        sizes.append(len(pickle.dumps(serving)))
+    assert max(sizes[60:]) <= max(sizes[:60]) + 64
 
 
 def test_many_rows_agree_with_the_algorithm_as_the_paper_writes_it():

@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from dspark_hf.scheduling import profiling
 from dspark_hf.scheduling.profiling import (
@@ -17,6 +20,7 @@ from dspark_hf.scheduling.profiling import (
 )
 from dspark_hf.scheduling.throughput_profile import ThroughputProfile, monotone
 from tiny import make_drafter, make_target
+from tiny_v4 import golden_target, load_golden_drafter
 
 
 def curve(*seconds, tokens=None, **fields):
@@ -87,6 +91,27 @@ def test_json_there_and_back(tmp_path):
             ThroughputProfile.load(tmp_path / "other.json")
 
 
+def test_a_profile_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Beside another process that saves in the middle of it, and where the disk says no."""
+    path, profile, other = tmp_path / "profile.json", curve(1.0, 2.0), curve(3.0)
+    write, pid = Path.write_text, os.getpid()
+
+    def interrupted(self, *args, **kwargs):
+        write(self, *args, **kwargs)
+        monkeypatch.setattr(Path, "write_text", write)
+        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+        other.save(path)
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    profile.save(path)
+    assert ThroughputProfile.load(path) == profile
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        profile.save(tmp_path / "folder")
+    assert {file.name for file in tmp_path.iterdir()} == {"profile.json", "folder"}
+
+
 @pytest.mark.parametrize("fields", [{"rows": 0}, {"context_length": "256"}, {"target": 5}])
 def test_malformed_facts_are_refused(fields):
     """What stands beside the curve is checked as well."""
@@ -149,7 +174,11 @@ def test_a_measurement_is_what_the_clock_said(rows):
     hook = target.register_forward_hook(advance, with_kwargs=True)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    forwards = []
+    forwards, behind = [], set()
+    watch = target.register_forward_pre_hook(
+        lambda module, args, kwargs: behind.add(int(kwargs["cache"].get_seq_length())),
+        with_kwargs=True,
+    )
     profile = measure_throughput(
         target,
         drafter,
@@ -161,7 +190,10 @@ def test_a_measurement_is_what_the_clock_said(rows):
         on_forward=lambda: forwards.append(1),
     )
     hook.remove()
+    watch.remove()
     assert torch.equal(torch.get_rng_state(), before)
+    # The prefill, and then every step behind the same context.
+    assert behind == {0, 10}
     assert profile.tokens == (1, 2, 4, 8)
     expected = [1 / (1 + tokens / 10) for tokens in (1, 2, 4, 8)]
     assert profile.steps_per_second == pytest.approx(expected)
@@ -169,6 +201,19 @@ def test_a_measurement_is_what_the_clock_said(rows):
     assert len(forwards) == 5 * (3 + 2)
     profile.check(profile_facts(target, drafter))
     assert {"torch", "transformers"} == set(profile.versions)
+
+
+def test_a_deepseek_v4_target_is_measured_too():
+    """Its compressors are rewound after every step, as in the loop."""
+    target = golden_target()
+    layers = DynamicCache(config=target.config).layers
+    profile = measure_throughput(
+        target, load_golden_drafter(), token_counts=[1, 3], context_length=20, repeats=2
+    )
+    assert profile.tokens == (1, 3)
+    assert profile.draft_seconds > 0
+    # The host's own layers are what the next cache is built of.
+    assert list(map(type, DynamicCache(config=target.config).layers)) == list(map(type, layers))
 
 
 def test_impossible_measurements_are_refused_first():
@@ -219,10 +264,32 @@ def test_auto_measures_once_and_keeps_it(monkeypatch, tmp_path, caplog):
     assert len(measured) == 2
     kept = sorted((tmp_path / "dspark-hf" / "profiles").iterdir())
     assert len(kept) == 2
-    for file in kept:
-        json.loads(file.read_text())
-        file.write_text("{}")
-    profiling._measured.clear()
-    automatic_profile(target, drafter)
-    assert len(measured) == 3
-    assert any("measured again" in record.message for record in caplog.records)
+    for i, rubbish in enumerate(("{}", json.dumps(profile.as_dict() | {"target": "another"})), 3):
+        for file in kept:
+            json.loads(file.read_text())
+            file.write_text(rubbish)
+        profiling._measured.clear()
+        caplog.clear()
+        automatic_profile(target, drafter)
+        assert len(measured) == i
+        assert any("measured again" in record.message for record in caplog.records)
+
+
+def test_auto_works_without_a_folder_to_keep_it_in(monkeypatch, tmp_path, caplog):
+    """What cannot be read or written is measured and said, not raised."""
+    monkeypatch.setattr(profiling, "AUTO_MAX_TOKENS", 2)
+    monkeypatch.setattr(profiling, "AUTO_REPEATS", 1)
+    (tmp_path / "file").touch()
+
+    def denied(*args, **kwargs):
+        raise PermissionError("denied")
+
+    for home, patches in (("file", ()), ("home", ("load", "save"))):
+        monkeypatch.setattr(profiling.constants, "HF_HOME", str(tmp_path / home))
+        monkeypatch.setattr(profiling, "_measured", {})
+        caplog.clear()
+        with monkeypatch.context() as patched:
+            for name in patches:
+                patched.setattr(ThroughputProfile, name, denied)
+            assert automatic_profile(make_target("qwen3"), make_drafter()).tokens == (1, 2)
+        assert any("could not be kept" in record.message for record in caplog.records)

@@ -137,7 +137,9 @@ def recommend(
     records: Annotated[Path, typer.Option(help="What `calibrate --records` wrote.")],
     calibration: Annotated[Path | None, typer.Option(help="What `calibrate` wrote.")] = None,
     rows: Rows = 1,
-    load: Annotated[int, typer.Option(min=0, help="Tokens of other work in a step.")] = 0,
+    load: Annotated[
+        int, typer.Option(min=0, max=10**9, help="Tokens of other work in a step.")
+    ] = 0,
     layout: Annotated[Layout, typer.Option(help="How a step holds rows.")] = Layout.padded,
     plot: Plot = None,
     json_path: Json = None,

@@ -9,6 +9,7 @@ counts neither as verified nor as accepted, and there is no bonus token. Positio
 
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,6 +175,8 @@ class Statistics:
         # The confidence of position k speaks of rounds in which everything before it was accepted.
         reached = min(record.num_verified, record.num_accepted + 1)
         for k, confidence in enumerate(confidences[:reached]):
+            if math.isnan(confidence):
+                continue
             bin_ = self.confidence_bins[
                 min(int(confidence * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
             ]

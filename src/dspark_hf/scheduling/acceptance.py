@@ -40,11 +40,22 @@ class AcceptanceRecords:
         """
         From the records of `collect_statistics(on_round=…)`, generated without temperatures and
         with everything verified. Rounds that drafted nothing are left out.
+
+        Raises:
+            `ValueError`: no round drafted, or confidences that are no numbers.
         """
         drafted = [record for record in rounds if record.num_drafted and record.confidences]
-        confidences = torch.tensor(
-            [record.confidences for record in drafted], dtype=torch.float64
-        ).reshape(len(drafted), -1)
+        if not drafted:
+            raise ValueError(
+                "No recorded round drafted anything, so there is nothing to learn from. Generate "
+                "more tokens behind every prompt (`--max-new-tokens`), or take other prompts."
+            )
+        confidences = torch.tensor([record.confidences for record in drafted], dtype=torch.float64)
+        if bool(confidences.isnan().any()):
+            raise ValueError(
+                "The drafter's confidence head says NaN. Its weights or its dtype do not fit this "
+                "target; try float32 or bfloat16."
+            )
         return cls(
             confidences.logit().clamp(-100, 100).float(),
             torch.tensor([record.num_accepted for record in drafted], dtype=torch.long),
@@ -121,6 +132,9 @@ class AcceptanceRecords:
         for name, counts in (("num_accepted", accepted), ("num_verified", verified)):
             if counts.dtype != torch.long:
                 raise ValueError(f"{name} is {counts.dtype}, expected torch.int64")
+        facts = {} if self.facts is None else self.facts
+        if not isinstance(facts, dict) or not isinstance(facts.get("pair", {}), dict):
+            raise ValueError(f"its facts are {facts!r}")
         wrong = (accepted < 0) | (accepted > verified) | (verified > self.block_size)
         if wrong.any():
             row = int(wrong.long().argmax())

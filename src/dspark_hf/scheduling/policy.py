@@ -6,6 +6,7 @@ import torch
 
 from ..generation.verification import threshold_lengths
 from .prefix_scheduler import (
+    PACKED,
     PADDED,
     admission_gains,
     admit,
@@ -17,7 +18,7 @@ from .prefix_scheduler import (
     survival_probabilities,
     throughput,
 )
-from .settings import FULL, LAGGED, SCHEDULED, THRESHOLD, SchedulingSettings
+from .settings import FULL, LAGGED, SCHEDULED, THRESHOLD, SchedulingSettings, check_choice
 from .throughput_profile import ThroughputProfile
 
 # Rounds between the confidences that set a capacity and the round it is used in (section 5.2).
@@ -32,7 +33,10 @@ class VerificationPolicy:
     whose own confidence is too low, which depends on tokens before it only.
 
     Args:
-        settings ([`SchedulingSettings`]): which rule, and its ceiling.
+        settings ([`SchedulingSettings`]):
+            Of its fields, the rule, the threshold, the scheduler and the ceiling count. The others
+            are the caller's: temperatures and offsets belong into the logits, `profile` and `load`
+            are given apart.
         block_size (`int`): γ.
         profile ([`ThroughputProfile`], *optional*): needed by `"scheduled"`.
         layout (`str`, *optional*, defaults to `"padded"`):
@@ -47,6 +51,7 @@ class VerificationPolicy:
         profile: ThroughputProfile | None = None,
         layout: str = PADDED,
     ):
+        check_choice("layout", layout, (PACKED, PADDED))
         if settings.verification == SCHEDULED and profile is None:
             raise ValueError("dspark_verification='scheduled' needs a throughput profile.")
         self.settings = settings
@@ -54,7 +59,9 @@ class VerificationPolicy:
         self.layout = layout
         self._profile = profile
         self._history: deque[torch.Tensor] = deque(maxlen=_LAG)
-        self._curves: dict[tuple[int, int], torch.Tensor] = {}
+        # Of the step last asked about: rows and load change less often than rounds pass.
+        self._curve_key: tuple[int, int] | None = None
+        self._rates = torch.empty(0)
 
     def verify_lengths(
         self,
@@ -79,11 +86,16 @@ class VerificationPolicy:
 
         Returns:
             `torch.Tensor` of shape `(R,)`, int64, on the device of `limits`.
+
+        Raises:
+            `ValueError`: no confidence logits, or of another shape, or a negative load.
         """
         settings = self.settings
         verification, ceiling = settings.verification, settings.max_verify_tokens
         if confidence_logits is None and verification != FULL:
             raise ValueError(f"dspark_verification={verification!r} needs confidence logits.")
+        if not load >= 0:
+            raise ValueError(f"load is {load!r}; it is a number of tokens, at least 0.")
         if verification == THRESHOLD:
             kept = threshold_lengths(confidence_logits, settings.confidence_threshold)
             limits = limits.minimum(kept)
@@ -95,19 +107,27 @@ class VerificationPolicy:
         if self._profile is not None and verification == SCHEDULED:
             count = self._scheduled(self._profile, survival, load, held)
         if ceiling is not None:
-            count = count.clamp(max=most_units(ceiling, held, self.layout))
+            most = most_units(ceiling, held, self.layout)
+            count = count.clamp(max=min(most, survival.numel()))
         return admit(survival, count, self.layout)
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these of the rows; the others are finished and cost nothing any more."""
+        """
+        Go on with these of the rows; the others are finished and cost nothing any more. Only
+        `"lagged"` remembers rows: without this call, its next two capacities still count them.
+        """
         self._history = deque((survival[rows] for survival in self._history), maxlen=_LAG)
 
     def _survival(
         self, confidence_logits: torch.Tensor | None, limits: torch.Tensor
     ) -> torch.Tensor:
+        expected = (limits.shape[0], self.block_size)
         if confidence_logits is None:
-            survival = torch.ones(
-                limits.shape[0], self.block_size, dtype=torch.float64, device=limits.device
+            survival = torch.ones(expected, dtype=torch.float64, device=limits.device)
+        elif confidence_logits.shape != expected:
+            raise ValueError(
+                f"confidence_logits are {tuple(confidence_logits.shape)}; expected {expected}: a "
+                "row for each of limits, and γ columns."
             )
         else:
             survival = survival_probabilities(confidence_logits)
@@ -126,14 +146,18 @@ class VerificationPolicy:
             if len(self._history) == _LAG:
                 search, searched = best_count, self._history[0]
             self._history.append(survival)
+        # A round of other rows has a step of its own size; its capacity is as good as any.
+        held = num_held if len(searched) == len(survival) else len(searched)
         gains = admission_gains(searched, self.layout)
-        curve = self._curve(profile, num_held, load).to(gains.device)
-        return search(throughput(gains, curve, len(survival) + float(load)))
+        curve = self._curve(profile, held, load, gains.device)
+        return search(throughput(gains, curve, len(searched) + float(load)))
 
-    def _curve(self, profile: ThroughputProfile, num_rows: int, load: int) -> torch.Tensor:
+    def _curve(
+        self, profile: ThroughputProfile, num_rows: int, load: int, device: torch.device
+    ) -> torch.Tensor:
         """SPS of steps with 0…N units."""
-        if (num_rows, load) not in self._curves:
+        if self._curve_key != (num_rows, load):
             own = step_tokens(num_rows, self.block_size, self.layout)
             rates = profile.rounds_per_second(own.double().numpy() + float(load))
-            self._curves[num_rows, load] = torch.from_numpy(rates)
-        return self._curves[num_rows, load]
+            self._curve_key, self._rates = (num_rows, load), torch.from_numpy(rates).to(device)
+        return self._rates

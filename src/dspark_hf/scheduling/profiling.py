@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..evaluation.provenance import processor_name
 from ..generation.checks import check_pairing
+from ..generation.v4_cache import rewindable
 from .throughput_profile import ThroughputProfile
 
 if TYPE_CHECKING:
@@ -101,14 +103,19 @@ def measure_throughput(
     )
     runs: dict[int, Callable[[], None]] = {}
     caches: dict[int, DynamicCache] = {}
-    for count in sorted(set(counts)):
-        num_rows = min(rows, count)
-        if num_rows not in caches:
-            caches[num_rows] = _filled_cache(target, ids[:num_rows, :context_length])
-        runs[count] = _target_run(target, ids[:num_rows, : count // num_rows], caches[num_rows])
-    if drafter is not None:
-        runs[0] = _draft_run(target, drafter, ids[:, 0], context_length, generator)
-    seconds = _time_interleaved(runs, repeats, target.device, clock, on_forward)
+    with ExitStack() as stack:
+        for count in sorted(set(counts)):
+            num_rows = min(rows, count)
+            if num_rows not in caches:
+                cache = DynamicCache(config=text)
+                stack.enter_context(rewindable(cache))
+                target(ids[:num_rows, :context_length], cache=cache)
+                cache.activate_past_recording()
+                caches[num_rows] = cache
+            runs[count] = _target_run(target, ids[:num_rows, : count // num_rows], caches[num_rows])
+        if drafter is not None:
+            runs[0] = _draft_run(target, drafter, ids[:, 0], context_length, generator)
+        seconds = _time_interleaved(runs, repeats, target.device, clock, on_forward)
     drafting = seconds.pop(0, 0.0)
     return ThroughputProfile(
         tokens=tuple(seconds),
@@ -163,15 +170,15 @@ def automatic_profile(target: PreTrainedModel, drafter: "DrafterModel") -> Throu
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     with _measuring:
         if digest not in _measured:
-            _measured[digest] = _kept_or_measured(target, drafter, digest)
+            _measured[digest] = _kept_or_measured(target, drafter, digest, facts)
         return _measured[digest]
 
 
 def _kept_or_measured(
-    target: PreTrainedModel, drafter: "DrafterModel", digest: str
+    target: PreTrainedModel, drafter: "DrafterModel", digest: str, facts: dict[str, str | None]
 ) -> ThroughputProfile:
     path = Path(constants.HF_HOME) / "dspark-hf" / "profiles" / f"{digest}.json"
-    profile = _read_kept(path)
+    profile = _read_kept(path, facts)
     if profile is None:
         logger.warning(
             "Measuring the throughput of this target once, for dspark_throughput_profile='auto'; "
@@ -211,14 +218,18 @@ def _check_positions(text_config: PreTrainedConfig, needed: int) -> None:
         )
 
 
-def _read_kept(path: Path) -> ThroughputProfile | None:
-    if not path.is_file():
-        return None
+def _read_kept(path: Path, facts: dict[str, str | None]) -> ThroughputProfile | None:
     try:
-        return ThroughputProfile.load(path)
-    except ValueError as error:
-        logger.warning("A kept throughput profile is damaged and measured again: %s", error)
+        profile = ThroughputProfile.load(path)
+        profile.check(facts)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "A kept throughput profile cannot be used and is measured again: %s (%s).", path, error
+        )
+        return None
+    return profile
 
 
 def _keep(profile: ThroughputProfile, path: Path) -> None:
@@ -227,13 +238,6 @@ def _keep(profile: ThroughputProfile, path: Path) -> None:
         profile.save(path)
     except OSError as error:
         logger.warning("The throughput profile could not be kept (%s).", error)
-
-
-def _filled_cache(target: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(ids, cache=cache)
-    cache.activate_past_recording()
-    return cache
 
 
 def _target_run(

@@ -1,7 +1,7 @@
 """The `dspark_*` fields that decide how much is verified, checked."""
 
-import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,11 @@ class SchedulingSettings:
         temperatures (`tuple[float, ...]`, *optional*): STS, one a position.
         offsets (`tuple[float, ...]`, *optional*): what is added to each calibrated logit.
         skips_drafts (`bool`): whether drafting pauses where it does not pay.
+
+    Raises:
+        `ValueError`:
+            A field has a value it cannot have. Whether there are γ temperatures and offsets is
+            checked where γ is known.
     """
 
     verification: str = FULL
@@ -41,6 +46,14 @@ class SchedulingSettings:
     temperatures: tuple[float, ...] | None = None
     offsets: tuple[float, ...] | None = None
     skips_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("dspark_verification", self.verification, VERIFICATION_POLICIES)
+        check_choice("dspark_scheduler", self.scheduler, SCHEDULERS)
+        _check_threshold(self.confidence_threshold)
+        _check_profile(self.profile)
+        _check_load(self.load)
+        _check_max_verify_tokens(self.max_verify_tokens)
 
 
 def resolve_scheduling(
@@ -60,34 +73,31 @@ def resolve_scheduling(
     """
     threshold = lookup("dspark_confidence_threshold")
     threshold = 0.0 if threshold is None else threshold
-    if not _is_number(threshold) or not 0 <= threshold <= 1:
-        raise ValueError(
-            "dspark_confidence_threshold must be a probability between 0 and 1 (0 or None is "
-            f"off), found {threshold!r}."
-        )
+    _check_threshold(threshold)
     verification = lookup("dspark_verification")
-    if is_set_by_call("dspark_confidence_threshold") and not is_set_by_call("dspark_verification"):
+    if (
+        threshold > 0
+        and is_set_by_call("dspark_confidence_threshold")
+        and not is_set_by_call("dspark_verification")
+    ):
         # A threshold that outranks the drafter's policy selects its own.
         verification = None
     if verification is None:
         verification = THRESHOLD if threshold > 0 else FULL
-    check_choice("dspark_verification", verification, VERIFICATION_POLICIES)
-    scheduler = lookup("dspark_scheduler")
-    scheduler = EARLY_STOP if scheduler is None else scheduler
+    scheduler, load = lookup("dspark_scheduler"), lookup("dspark_load")
     offsets = lookup("dspark_confidence_offsets")
     if is_set_by_call("dspark_sts_temperatures") and not is_set_by_call(
         "dspark_confidence_offsets"
     ):
         # The drafter's offsets were fitted together with the drafter's temperatures.
         offsets = None
-    check_choice("dspark_scheduler", scheduler, SCHEDULERS)
     return SchedulingSettings(
         verification=verification,
         confidence_threshold=float(threshold),
-        scheduler=scheduler,
-        profile=_profile(lookup("dspark_throughput_profile")),
-        load=_load(lookup("dspark_load")),
-        max_verify_tokens=_max_verify_tokens(lookup("dspark_max_verify_tokens")),
+        scheduler=EARLY_STOP if scheduler is None else scheduler,
+        profile=lookup("dspark_throughput_profile"),
+        load=0 if load is None else load,
+        max_verify_tokens=lookup("dspark_max_verify_tokens"),
         temperatures=check_temperatures(lookup("dspark_sts_temperatures"), block_size),
         offsets=check_offsets(offsets, block_size),
         skips_drafts=_flag("dspark_draft_skipping", lookup("dspark_draft_skipping")),
@@ -101,33 +111,37 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; it can be {', '.join(most)} or {last}.")
 
 
-def _profile(value: Any) -> Any:
-    if value is None or isinstance(value, str | os.PathLike | dict):
-        return value
-    raise ValueError(
-        "dspark_throughput_profile must be a path, a dict (ThroughputProfile.as_dict()) or "
-        f"'auto', found {type(value).__name__}."
-    )
-
-
-def _load(value: Any) -> int | str:
-    if value is None or value == CONCURRENT:
-        return value or 0
-    if type(value) is not int or value < 0:
+def _check_threshold(value: Any) -> None:
+    if not _is_number(value) or not 0 <= value <= 1:
         raise ValueError(
-            "dspark_load must be a number of tokens, an integer of at least 0, or "
-            f"{CONCURRENT!r}, found {value!r}."
+            "dspark_confidence_threshold must be a probability between 0 and 1 (0 or None is "
+            f"off), found {value!r}."
         )
-    return value
 
 
-def _max_verify_tokens(value: Any) -> int | None:
+def _check_profile(value: Any) -> None:
+    if value is not None and not isinstance(value, str | os.PathLike | dict):
+        raise ValueError(
+            "dspark_throughput_profile must be a path, a dict (ThroughputProfile.as_dict()) or "
+            f"'auto', found {type(value).__name__}."
+        )
+
+
+def _check_load(value: Any) -> None:
+    is_count = type(value) is int and 0 <= value <= sys.maxsize
+    if not is_count and not (isinstance(value, str) and value == CONCURRENT):
+        raise ValueError(
+            "dspark_load must be a number of tokens, an integer of at least 0 (and below 2**63), "
+            f"or {CONCURRENT!r}, found {value!r}."
+        )
+
+
+def _check_max_verify_tokens(value: Any) -> None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(
             "dspark_max_verify_tokens must be an integer of at least 1 (each row verifies its last "
             f"committed token), or None, found {value!r}."
         )
-    return value
 
 
 def check_temperatures(value: Any, block_size: int) -> tuple[float, ...] | None:
@@ -153,7 +167,8 @@ def _per_position(field: str, noun: str, value: Any, block_size: int) -> tuple[f
             f"drafts, found {found}. They belong to one drafter: fit them with "
             "`dspark-hf calibrate`."
         )
-    if not all(_is_number(number) and math.isfinite(number) for number in value):
+    # An integer may have more digits than a float can hold.
+    if not all(_is_number(number) and abs(number) <= sys.float_info.max for number in value):
         raise ValueError(f"{field} must be finite numbers, found {list(value)!r}.")
     return tuple(float(number) for number in value)
 

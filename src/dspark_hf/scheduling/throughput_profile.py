@@ -106,7 +106,7 @@ class ThroughputProfile:
         }
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write JSON, complete or not at all."""
+        """Write JSON, complete or not at all, also where several processes do so at once."""
         write_json(path, self.as_dict())
 
     @classmethod
@@ -118,9 +118,9 @@ class ThroughputProfile:
             `ValueError`: missing or unknown entries, or no curve.
         """
         known = {spec.name for spec in fields(cls)}
-        missing = {"tokens", "steps_per_second"} - set(values)
-        if missing or set(values) - known:
-            wrong = f"lacks {sorted(missing)}" if missing else f"has {sorted(set(values) - known)}"
+        missing, unknown = {"tokens", "steps_per_second"} - set(values), set(values) - known
+        if missing or unknown:
+            wrong = f"lacks {sorted(missing)}" if missing else f"has {sorted(map(str, unknown))}"
             raise ValueError(
                 f"A throughput profile {wrong}; its entries are {sorted(known)}. {_REMEDY}"
             )
@@ -140,7 +140,7 @@ class ThroughputProfile:
             if not isinstance(values, dict):
                 raise ValueError(f"expected a JSON object, found {type(values).__name__}.")
             return cls.from_dict(values)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)} is not a throughput profile: {error}") from error
 
     def _validate(self) -> None:
