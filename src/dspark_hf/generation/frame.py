@@ -351,13 +351,19 @@ def _sources(columns: Columns, shifts: list[int], first: int, length: int) -> to
     from: `(R, columns)` on the CPU. Left of the text and behind it there is nothing, so anything.
     """
     held = columns.tensors[0].shape[-2] if columns.tensors else 1
-    source = torch.arange(first, length)[None] - torch.tensor(shifts)[:, None] - columns.first
+    source = _columns(first, length, shifts) - columns.first
     return source.clamp(min=0, max=held - 1)
+
+
+def _columns(first: int, length: int, shifts: list[int]) -> torch.Tensor:
+    """Columns `first` to `length - 1` of each row before it was shifted right: on the CPU."""
+    columns = torch.arange(first, length, device="cpu")[None]
+    return columns - torch.tensor(shifts, device="cpu")[:, None]
 
 
 def _shifted(tensor: torch.Tensor, shifts: list[int], length: int) -> torch.Tensor:
     """`(R, n)` shifted right and cut to `length` columns, zeros on the left."""
-    source = torch.arange(length)[None] - torch.tensor(shifts)[:, None]
+    source = _columns(0, length, shifts)
     source = source.clamp(max=tensor.shape[-1] - 1).to(tensor.device)
     return tensor.gather(-1, source.clamp(min=0)).masked_fill(source < 0, 0)
 
@@ -365,7 +371,7 @@ def _shifted(tensor: torch.Tensor, shifts: list[int], length: int) -> torch.Tens
 def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Columns `index` `(R, n)` of `(R, heads, columns, width)`."""
     rows, heads, held, width = tensor.shape
-    start = torch.arange(rows * heads).view(rows, heads, 1) * held
+    start = torch.arange(rows * heads, device="cpu").view(rows, heads, 1) * held
     flat = (start + index[:, None]).flatten().to(tensor.device)
     # Whole columns are copied at once, which is several times as fast as gathering elements.
     taken = tensor.reshape(-1, width).index_select(0, flat)
