@@ -9,6 +9,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -70,6 +72,24 @@ def test_experts_and_sinks(name):
     """B148."""
     torch.manual_seed(0)
     check(TARGETS[name]().eval())
+
+
+def test_rows_that_lag_draft_within_the_columns_of_the_context():
+    """B065: a table as wide as the context, and rows of all lengths up to its end."""
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "max_position_embeddings": 24}
+    config = GPTNeoConfig(
+        vocab_size=97,
+        **sizes,
+        attention_types=[[["global", "local"], 2]],
+        window_size=8,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.4,
+    )
+    torch.manual_seed(0)
+    target = GPTNeoForCausalLM(config).eval()
+    target.generation_config.pad_token_id = 0
+    check(target, prompts=make_prompts([4, 12, 12]), new_tokens=12)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -250,6 +250,7 @@ class _DecodingLoop:
             lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
+            new_tokens=self.config.max_length - self.rows.prompt_length,
         )
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)
