@@ -61,7 +61,7 @@ class DraftContext:
         output_embeddings: nn.Module,
         start_position: int | torch.Tensor = 0,
     ):
-        self.lengths = torch.zeros(batch_size, dtype=torch.long) + start_position
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device="cpu") + start_position
         self.cache = Cache(layers=[ContextLayer(window) for window in windows])
         self.input_embeddings = input_embeddings
         self.output_embeddings = output_embeddings

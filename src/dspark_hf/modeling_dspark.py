@@ -225,7 +225,9 @@ class DSparkDrafter(DrafterModel):
         cache, width = context.cache.layers[layer], hidden.shape[1]
         per_slot = self.config.sliding_window_per_slot and cache.window is not None
         if causal or per_slot:
-            lengths = torch.tensor([cache.length]) if cache.lengths is None else cache.lengths
+            lengths = cache.lengths
+            if lengths is None:
+                lengths = torch.tensor([cache.length], device="cpu")
             visible = block_mask(lengths, cache.first, width, cache.window, causal, per_slot)
         else:
             seen = cache.visible(width)

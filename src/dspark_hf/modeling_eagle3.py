@@ -39,7 +39,7 @@ class Eagle3Context(DraftContext):
         super().__init__(batch_size, *args)
         self.last_hidden: torch.Tensor | None = None
         self.last_ids: torch.Tensor | None = None
-        self.has_last = torch.zeros(batch_size, 1, dtype=torch.bool)
+        self.has_last = torch.zeros(batch_size, 1, dtype=torch.bool, device="cpu")
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the batch, in this order."""
@@ -131,7 +131,9 @@ class Eagle3Drafter(DrafterModel):
                 )
         if features.shape[1] == 0:
             return
-        new = torch.ones(token_ids.shape, dtype=torch.bool) if mask is None else mask.cpu().bool()
+        new = torch.ones(token_ids.shape, dtype=torch.bool, device="cpu")
+        if mask is not None:
+            new = mask.cpu().bool()
         start = context.lengths - context.has_last[:, 0].long()
         context.lengths = context.lengths + new.sum(dim=1)
         if context.last_hidden is not None and context.last_ids is not None:
@@ -140,7 +142,8 @@ class Eagle3Drafter(DrafterModel):
             token_ids = torch.cat((context.last_ids.to(token_ids.device), token_ids), dim=1)
             new = torch.cat((context.has_last, new), dim=1)
         # Of each row, all but its last position are complete.
-        last = (new * torch.arange(1, new.shape[1] + 1)).argmax(dim=1, keepdim=True)
+        numbers = torch.arange(1, new.shape[1] + 1, device="cpu")
+        last = (new * numbers).argmax(dim=1, keepdim=True)
         context.has_last = new.any(dim=1, keepdim=True)
         at = last.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
         context.last_hidden = hidden.gather(1, at)
@@ -158,7 +161,7 @@ class Eagle3Drafter(DrafterModel):
         mask: torch.Tensor,
     ) -> None:
         """Keys and values of those rows `(R, T)` of which the mask says that they are complete."""
-        width = int((mask * torch.arange(1, mask.shape[1] + 1)).max())
+        width = int((mask * torch.arange(1, mask.shape[1] + 1, device="cpu")).max())
         if width == 0:
             return
         mask, token_ids, hidden = mask[:, :width], token_ids[:, :width], hidden[:, :width]
@@ -263,7 +266,7 @@ class Eagle3Drafter(DrafterModel):
         rotary = self._rotary(embedded, context.start - 1 + step, 1)
         mask = None
         if visible is not None:
-            drafted = torch.ones(len(visible), step + 1, dtype=torch.bool)
+            drafted = torch.ones(len(visible), step + 1, dtype=torch.bool, device="cpu")
             mask = torch.cat((visible, drafted), dim=1)
             # FlashAttention takes out what is padding; the other kernels add a mask.
             is_flash = "flash" in (self.config._attn_implementation or "")

@@ -5,10 +5,11 @@ import functools
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import Fp8QuantizedLayer
 
 from batches import make_prompts, pad_left, script_rows
 from dspark_hf import collect_statistics
-from tiny import FAMILIES, make_drafter, make_target
+from tiny import FAMILIES, make_drafter, make_eagle3, make_target
 
 NEW_TOKENS = 16
 LENGTHS = [6, 2, 9, 1, 12, 6, 3, 7]
@@ -330,14 +331,42 @@ def test_bad_batches_are_refused_before_compute():
             torch.zeros(0, 4, dtype=torch.long), assistant_model=drafter, max_new_tokens=4
         )
     handle.remove()
-    cache = DynamicCache(config=target.config)
+    assert not calls
+
+
+@pytest.mark.parametrize("layers", [[], [Fp8QuantizedLayer() for _ in range(4)]], ids=len)
+def test_a_cache_of_another_batch_is_refused_before_compute(layers):
+    target, cache = target_of("qwen3"), DynamicCache()
+    cache.layers = layers
     with torch.no_grad():
-        target(torch.cat(prompts), cache=cache)
+        target(torch.cat(make_prompts([4, 4])), cache=cache)
     with pytest.raises(ValueError, match="holds 2 rows and the batch has 1"):
         target.generate(
-            torch.ones(1, 6, dtype=torch.long), cache=cache, assistant_model=drafter, max_length=9
+            torch.ones(1, 6, dtype=torch.long),
+            cache=cache,
+            assistant_model=make_drafter(),
+            max_length=9,
         )
-    assert not calls
+
+
+@pytest.mark.parametrize("make", [make_drafter, make_eagle3])
+@pytest.mark.parametrize("threshold", [None, 0.4])
+def test_nothing_is_created_on_the_default_device(make, threshold):
+    """Callers set it to their accelerator; here one that holds no values stands for it."""
+    prompts, texts = (part[:3] for part in singles())
+    drafter = make()
+    if make is make_drafter:
+        drafter = script_rows(drafter, texts, RIGHT)
+    target, batch = target_of("qwen3"), pad_left(prompts)
+    with torch.device("meta"):
+        output = target.generate(
+            **batch,
+            assistant_model=drafter,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            dspark_confidence_threshold=threshold,
+        )
+    assert_rows_equal(output, prompts, texts)
 
 
 def test_a_failure_leaves_an_empty_cache():

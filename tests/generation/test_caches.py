@@ -4,13 +4,17 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     MambaConfig,
     MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from batches import make_prompts, pad_left, script_rows
 from tiny import make_drafter, make_prompt, make_scripted, make_target
@@ -158,6 +162,25 @@ def test_a_cache_that_cannot_be_rolled_back_is_refused_before_compute():
     with pytest.raises(ValueError, match=r"OneWayLayer.*cannot be rolled back"):
         greedy(target, cache=cache, assistant_model=make_drafter())
     assert not calls
+
+
+@pytest.mark.parametrize(
+    "make_cache", [MiniMaxCache, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())]
+)
+def test_a_cache_that_keeps_more_than_its_layers_is_refused_before_compute(make_cache):
+    """B053: states beside the layers would not be rolled back."""
+    target = make_target("qwen3")
+    calls = forwards(target)
+    with pytest.raises(ValueError, match="Cache keeps more than its layers"):
+        greedy(target, cache=make_cache(), assistant_model=make_drafter())
+    assert not calls
+
+
+def test_a_target_that_returns_no_cache_is_refused():
+    """B054."""
+    config = OpenAIGPTConfig(vocab_size=97, n_positions=64, n_embd=32, n_layer=4, n_head=2)
+    with pytest.raises(ValueError, match="works with none or one of its own"):
+        greedy(OpenAIGPTLMHeadModel(config).eval(), assistant_model=make_drafter())
 
 
 def test_no_cache_is_refused_before_compute():

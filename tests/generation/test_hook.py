@@ -209,6 +209,13 @@ def test_another_target_is_refused_with_both_numbers(overrides, numbers, route):
     assert all(number in str(error.value) for number in numbers)
 
 
+def test_a_drafter_without_weights_is_refused():
+    with pytest.raises(ValueError, match=r"no weights in memory \(device 'meta'\)"):
+        make_target("qwen3").generate(
+            make_prompt(6), assistant_model=make_drafter().to("meta"), max_new_tokens=4
+        )
+
+
 def test_a_name_in_place_of_a_drafter_is_refused_with_the_way_to_load_it():
     with pytest.raises(TypeError, match=r"DSparkDrafter\.from_pretrained\('some/drafter'\)"):
         make_target().generate(make_prompt(4), assistant_model="some/drafter", max_new_tokens=4)

@@ -206,11 +206,19 @@ def test_a_state_that_is_lost_between_forwards_is_refused_before_compute(monkeyp
         greedy(target, None, pad_left(make_prompts([6])), assistant_model=make_drafter())
 
 
-def test_a_static_cache_too_short_for_the_text_is_refused():
-    target = make_target()
+@pytest.mark.parametrize("given", ["whole", "embeddings", "continuation"])
+def test_a_static_cache_too_short_for_the_text_is_refused(given):
+    """Whatever part of the prompt the ids are: `max_length` counts from them."""
+    target, batch = make_target(), pad_left(make_prompts([6]))
     cache = StaticCache(target.config, max_cache_len=16)
-    with pytest.raises(ValueError, match=r"holds 16 positions.*needs 25"):
-        greedy(target, cache, pad_left(make_prompts([6])), assistant_model=make_drafter())
+    if given == "embeddings":
+        batch = {"inputs_embeds": target.get_input_embeddings()(batch["input_ids"]).detach()}
+    if given == "continuation":
+        with torch.no_grad():
+            target(batch["input_ids"][:, :4], cache=cache)
+        batch["input_ids"] = batch["input_ids"][:, 4:]
+    with pytest.raises(ValueError, match=r"holds 16 positions.*prompt of 6 with 20.*needs 25"):
+        greedy(target, cache, batch, assistant_model=make_drafter())
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 5])

@@ -7,6 +7,10 @@ from transformers import (
     BitsAndBytesConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -70,6 +74,24 @@ def test_experts_and_sinks(name):
     check(TARGETS[name]().eval())
 
 
+def test_rows_that_lag_draft_within_the_columns_of_the_context():
+    """B065: a table as wide as the context, and rows of all lengths up to its end."""
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "max_position_embeddings": 24}
+    config = GPTNeoConfig(
+        vocab_size=97,
+        **sizes,
+        attention_types=[[["global", "local"], 2]],
+        window_size=8,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.4,
+    )
+    torch.manual_seed(0)
+    target = GPTNeoForCausalLM(config).eval()
+    target.generation_config.pad_token_id = 0
+    check(target, prompts=make_prompts([4, 12, 12]), new_tokens=12)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_active_switched_off_and_merged():
     """B109."""
@@ -91,6 +113,35 @@ def test_an_adapter_active_switched_off_and_merged():
     check(merged)
     assert not torch.allclose(adapted, without, atol=1e-2)
     torch.testing.assert_close(merged(**batch).logits, adapted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_soft_prompts_are_refused_before_compute(kind):
+    """B109: their positions are in the target's cache and in none of the caller's tensors."""
+    import peft
+
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    target = peft.get_peft_model(make_target("llama"), config)
+    with pytest.raises(ValueError, match=f"{kind} puts positions in front"):
+        target.generate(
+            **pad_left(make_prompts([6, 3, 8])), assistant_model=make_drafter(), max_new_tokens=4
+        )
+
+
+def test_several_residual_streams_in_front_of_the_batch_are_refused_before_compute():
+    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "laurel_rank": 4}
+    config = Gemma3nTextConfig(
+        **{**SHARED, "intermediate_size": [48] * 4},
+        **sizes,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    with pytest.raises(ValueError, match="Gemma3nForCausalLM passes 4 residual streams"):
+        Gemma3nForCausalLM(config).generate(
+            make_prompts([6])[0], assistant_model=make_drafter(), max_new_tokens=4
+        )
 
 
 IMAGE, IMAGE_START, IMAGE_END = 90, 91, 92

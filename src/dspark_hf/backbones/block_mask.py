@@ -27,12 +27,12 @@ def block_mask(
         `torch.Tensor` of shape `(R, W, K)`: `True` where slot and key may meet.
     """
     longest = int(lengths.max())
-    columns = torch.arange(first, longest + width)[None]
+    columns = torch.arange(first, longest + width, device="cpu")[None]
     is_block = columns >= longest
     # Position of a key relative to the anchor of its row: below zero in the context.
     key = torch.where(is_block, columns - longest, columns - lengths[:, None])[:, None]
     visible = is_block[:, None] | (key < 0)
-    slot = torch.arange(width)[:, None]
+    slot = torch.arange(width, device="cpu")[:, None]
     if causal:
         visible = visible & (key <= slot)
     if window is not None:
@@ -44,6 +44,6 @@ def block_mask(
 def additive(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A visibility `(R, W, K)` as the host's eager and sdpa kernels take it: `(R, 1, W, K)`, 0 or
     the lowest number, in the dtype and on the device of `like`."""
-    mask = torch.zeros(visible.shape, dtype=like.dtype)
+    mask = torch.zeros(visible.shape, dtype=like.dtype, device="cpu")
     mask.masked_fill_(~visible, torch.finfo(like.dtype).min)
     return mask[:, None].to(like.device)

@@ -54,12 +54,15 @@ class ContextLayer(DynamicLayer):
                 which of the T entries belong to a row; all by default.
         """
         rows, added = keys.shape[0], keys.shape[-2]
-        lengths = torch.zeros(rows, dtype=torch.long) if self.lengths is None else self.lengths
+        lengths = self.lengths
+        if lengths is None:
+            lengths = torch.zeros(rows, dtype=torch.long, device="cpu")
         if mask is None and self._shortest == self.length:
             self._write(keys, values)
             self._set_lengths(lengths + added)
             return
-        mask = torch.ones(rows, added, dtype=torch.bool) if mask is None else mask
+        if mask is None:
+            mask = torch.ones(rows, added, dtype=torch.bool, device="cpu")
         self._reserve(keys, values, self.length + added)
         row, entry = mask.nonzero(as_tuple=True)
         column = (lengths[:, None] + mask.cumsum(dim=1) - 1)[row, entry]
@@ -83,7 +86,7 @@ class ContextLayer(DynamicLayer):
         """
         if self.lengths is None or self._shortest == self.length:
             return None
-        column = torch.arange(self.first, self.length + width)[None]
+        column = torch.arange(self.first, self.length + width, device="cpu")[None]
         visible = column < self.lengths[:, None]
         if self.window is not None:
             visible &= column >= self.lengths[:, None] - self.window

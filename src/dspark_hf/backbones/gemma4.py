@@ -55,7 +55,7 @@ def embed(embeddings: nn.Module, token_ids: torch.Tensor, config: Gemma4TextConf
     embedded = embeddings(token_ids)
     if hasattr(embeddings, "embed_scale"):
         return embedded
-    return embedded * torch.tensor(config.hidden_size**0.5, dtype=embedded.dtype)
+    return embedded * torch.tensor(config.hidden_size**0.5, dtype=embedded.dtype, device="cpu")
 
 
 def position_embeddings(rotary: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:

@@ -67,6 +67,14 @@ def is_static(layer: Any) -> bool:
     return isinstance(layer, StaticLayer)
 
 
+def rows_held(layer: Any) -> int | None:
+    """Rows of the batch that a layer holds keys of; `None` if it holds none."""
+    keys = getattr(layer, "keys", None)
+    if isinstance(layer, Fp8QuantizedLayer) and layer.is_initialized:
+        keys = layer._quantized_keys[0]
+    return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.dim() == 4 else None
+
+
 def moves_rows(layer: Any) -> bool:
     """Whether the rows of a batch can be moved singly. Asked after the prefill."""
     return type(layer) in (*_PLAIN, *_STATIC, DummyLayer) and not has_recurrent_state(layer)

@@ -158,7 +158,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.scheduler.record(sum(kept), len(kept))
             features = features[:, : max(kept)]
             if min(kept) < max(kept):
-                mask = torch.arange(max(kept))[None] < torch.tensor(kept)[:, None]
+                counts = torch.tensor(kept, device="cpu")[:, None]
+                mask = torch.arange(max(kept), device="cpu")[None] < counts
         elif self._prompt_mask is not None:
             self._is_text = self._prompt_mask.cpu().bool()
             mask, self._prompt_mask = self._prompt_mask[:, -features.shape[1] :].cpu().bool(), None
@@ -258,7 +259,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         mask = None
         if any(part_mask is not None for _, part_mask in self._pending):
             masks = [
-                torch.ones(part.shape[:2], dtype=torch.bool) if mask is None else mask
+                torch.ones(part.shape[:2], dtype=torch.bool, device="cpu") if mask is None else mask
                 for part, mask in self._pending
             ]
             mask = torch.cat(masks, dim=1)
@@ -274,10 +275,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self, features: torch.Tensor, mask: torch.Tensor | None, rows: Rows
     ) -> None:
         """As `extend` wants it of a drafter that reads the token behind each position as well."""
-        mask = torch.ones(features.shape[:2], dtype=torch.bool) if mask is None else mask
+        if mask is None:
+            mask = torch.ones(features.shape[:2], dtype=torch.bool, device="cpu")
         texts = [self._text(rows, row) for row in rows.active]
         self._is_text = None
-        unknown = (mask.sum(dim=1) - torch.tensor([len(text) for text in texts])).clamp(min=0)
+        lengths = torch.tensor([len(text) for text in texts], device="cpu")
+        unknown = (mask.sum(dim=1) - lengths).clamp(min=0)
         if bool(unknown.any()):
             # The prompt was given as embeddings: the drafter starts with the text behind it.
             self.context.skip(unknown)
@@ -303,7 +306,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._is_text is None or rows.prompt_length < self._is_text.shape[1]:
             # A prompt of embeddings has no ids to take out.
             return ids
-        is_text = torch.ones(len(ids), dtype=torch.bool)
+        is_text = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         is_text[: self._is_text.shape[1]] = self._is_text[row]
         return ids[is_text.to(ids.device)]
 

@@ -5,18 +5,25 @@ exact.
 
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticLayer
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from .cache_layers import can_roll_back
+from .cache_layers import can_roll_back, is_static, rows_held
 from .v4_cache import has_rewindable_cache
 
 if TYPE_CHECKING:
@@ -53,6 +60,25 @@ def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
             "target."
         )
     text = target.config.get_text_config(decoder=True)
+    # PEFT puts its own method in place of the target's while it generates.
+    owner = getattr(target.prepare_inputs_for_generation, "__self__", target)
+    if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"The target's {type(owner.active_peft_config).__name__} puts positions in front of "
+            "the text that are in none of its inputs, so they cannot be kept. Use an "
+            "adapter that changes weights (LoRA and its kin), or generate without assistant_model."
+        )
+    if getattr(text, "altup_num_inputs", None):
+        raise ValueError(
+            f"{type(target).__name__} passes {text.altup_num_inputs} residual streams from layer "
+            "to layer, and which of them a drafter reads is not settled. Generate without "
+            "assistant_model."
+        )
+    if drafter.device.type == "meta":
+        raise ValueError(
+            "The drafter has no weights in memory (device 'meta'): it was never loaded, or its "
+            "layers are offloaded. Load it to the device of the target; it runs in every round."
+        )
     facts = (
         ("decoder layers", text.num_hidden_layers, config.num_target_layers),
         ("hidden size", text.hidden_size, config.target_hidden_size),
@@ -73,7 +99,9 @@ def check_pairing(target: PreTrainedModel, drafter: "DrafterModel") -> None:
             f"This drafter reads the output of layer {deepest}, and the target has layers 0 to "
             f"{text.num_hidden_layers - 1}. Load the target named in the drafter's model card."
         )
-    stop_ids = _as_set(text.eos_token_id) | _as_set(target.generation_config.eos_token_id)
+    stop_ids = _as_set(getattr(text, "eos_token_id", None)) | _as_set(
+        target.generation_config.eos_token_id
+    )
     if config.mask_token_id in stop_ids:
         raise ValueError(
             f"The drafter's mask_token_id {config.mask_token_id} is a stop token of this target "
@@ -202,8 +230,16 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
     """
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"Speculation needs a cache object of the host library, and this target works with "
-            f"{type(cache).__name__}. Generate without assistant_model."
+            "Speculation needs a cache object of the host library, and this target works with "
+            f"{'none or one of its own' if cache is None else type(cache).__name__}. Generate "
+            "without assistant_model."
+        )
+    if isinstance(cache, EncoderDecoderCache) or (
+        all(layer.is_croppable for layer in cache.layers) and not cache.is_croppable
+    ):
+        raise ValueError(
+            f"{type(cache).__name__} keeps more than its layers, which cannot be rolled back after "
+            "a rejected draft. Give a DynamicCache or none, or generate without assistant_model."
         )
     for layer in cache.layers:
         if not after_prefill and isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -216,21 +252,47 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             )
 
 
-def check_cache_fits(cache: Cache, num_rows: int, config: GenerationConfig) -> None:
-    """Raise `ValueError` for a cache made for another batch, or too short for the text."""
-    for layer in cache.layers:
-        keys = getattr(layer, "keys", None)
-        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[0] != num_rows:
+def check_cache_fits(
+    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """
+    Raise `ValueError` for a cache made for another batch, or too short for the text.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(R, n)`):
+            What `max_length` counts from; the prompt, except for what a cache or embeddings hold.
+        config (`GenerationConfig`): of the call.
+        model_kwargs (`dict`): for the target's forwards, the cache among them.
+    """
+    num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
+    length = _prompt_length(input_ids, config, model_kwargs)
+    # The last token is not cached.
+    needed = length + new_tokens - 1
+    for layer in model_kwargs["cache"].layers:
+        held = rows_held(layer)
+        if held not in (None, num_rows):
             raise ValueError(
-                f"The cache holds {keys.shape[0]} rows and the batch has {num_rows}. Give the "
-                "cache that belongs to this batch, or none."
+                f"The cache holds {held} rows and the batch has {num_rows}. Give the cache that "
+                "belongs to this batch, or none."
             )
-        if type(layer) is StaticLayer and layer.max_cache_len < config.max_length - 1:
+        if is_static(layer) and not layer.is_sliding and layer.max_cache_len < needed:
             raise ValueError(
-                f"The static cache holds {layer.max_cache_len} positions, and a text of "
-                f"max_length={config.max_length} needs {config.max_length - 1}. Make it longer, or "
-                "ask for fewer new tokens."
+                f"The static cache holds {layer.max_cache_len} positions, and a prompt of {length} "
+                f"with {new_tokens} new tokens needs {needed}. Make it longer, or ask for fewer "
+                "new tokens."
             )
+
+
+def _prompt_length(
+    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> int:
+    """Columns of the prompt; `input_ids` may lack those that a cache or embeddings hold."""
+    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    if mask is not None:
+        return mask.shape[1]
+    # What the host notes when it drops a mask that hides nothing.
+    shape = (input_ids if embeddings is None else embeddings).shape
+    return getattr(config, "_mask_length", shape[1])
 
 
 def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:

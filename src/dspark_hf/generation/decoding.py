@@ -106,7 +106,7 @@ def decode(
     check_processors(logits_processor)
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
-        check_cache_fits(model_kwargs["cache"], input_ids.shape[0], generation_config)
+        check_cache_fits(input_ids, generation_config, model_kwargs)
         check_linear_attention(model, model_kwargs["cache"])
         loop = _DecodingLoop(
             model,
@@ -224,8 +224,8 @@ class _DecodingLoop:
         input_ids = self.rows.text(self.rows.prompt_length)
         outputs = self.model._prefill(input_ids, config, self.kwargs)
         taps.read(outputs)
+        check_cache(outputs.get("cache"), after_prefill=True)
         self.cache = outputs.cache
-        check_cache(self.cache, after_prefill=True)
         self.settled = int(self.cache.get_seq_length())
         self.generator.capture()
         self.generator.commit()
@@ -250,6 +250,7 @@ class _DecodingLoop:
             lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
+            new_tokens=self.config.max_length - self.rows.prompt_length,
         )
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)

@@ -55,6 +55,7 @@ class Frame:
         num_rows (`int`): R.
         lock_step (`bool`): whether rows may not be moved singly whatever the cache is.
         keeps_cache (`bool`): whether the caller gets the cache back.
+        new_tokens (`int`): most tokens that the call generates.
 
     Attributes:
         rows (`list[int]`): which rows of the batch are in the rectangle.
@@ -71,6 +72,7 @@ class Frame:
         num_rows: int,
         lock_step: bool,
         keeps_cache: bool,
+        new_tokens: int,
     ):
         self.model = model
         self.kwargs = kwargs
@@ -80,6 +82,10 @@ class Frame:
         self.active = list(range(num_rows))
         self.lags = [0] * num_rows
         self.length = int(cache.get_seq_length())
+        # A row that lags may draft in columns that plain decoding never reaches, and some targets
+        # (GPT-Neo) have a table of the columns of their context.
+        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0)
+        self._most_columns = max(self.length + new_tokens - 1, context or 0)
         layers = cache.layers
         self.lock_step = num_rows > 1 and (
             lock_step or not all(cache_layers.moves_rows(layer) for layer in layers)
@@ -102,11 +108,11 @@ class Frame:
         if positions is not None and positions.dim() == 2 and positions.shape[0] < num_rows:
             kwargs["position_ids"] = positions.expand(num_rows, -1)
 
-    def room(self) -> int | None:
-        """Most draft tokens that the cache allows in one forward; `None` is any number."""
+    def room(self) -> int:
+        """Most draft tokens that cache and context allow in one forward."""
         rooms = [cache_layers.room(layer, self.length) for layer in self.cache.layers]
-        columns = min((room for room in rooms if room is not None), default=None)
-        return None if columns is None else max(columns - 1, 0)
+        rooms.append(self._most_columns - self.length)
+        return max(min(room for room in rooms if room is not None) - 1, 0)
 
     def inputs(
         self, input_ids: torch.Tensor, drafts: torch.Tensor, lengths: torch.Tensor | None
@@ -351,13 +357,19 @@ def _sources(columns: Columns, shifts: list[int], first: int, length: int) -> to
     from: `(R, columns)` on the CPU. Left of the text and behind it there is nothing, so anything.
     """
     held = columns.tensors[0].shape[-2] if columns.tensors else 1
-    source = torch.arange(first, length)[None] - torch.tensor(shifts)[:, None] - columns.first
+    source = _columns(first, length, shifts) - columns.first
     return source.clamp(min=0, max=held - 1)
+
+
+def _columns(first: int, length: int, shifts: list[int]) -> torch.Tensor:
+    """Columns `first` to `length - 1` of each row before it was shifted right: on the CPU."""
+    columns = torch.arange(first, length, device="cpu")[None]
+    return columns - torch.tensor(shifts, device="cpu")[:, None]
 
 
 def _shifted(tensor: torch.Tensor, shifts: list[int], length: int) -> torch.Tensor:
     """`(R, n)` shifted right and cut to `length` columns, zeros on the left."""
-    source = torch.arange(length)[None] - torch.tensor(shifts)[:, None]
+    source = _columns(0, length, shifts)
     source = source.clamp(max=tensor.shape[-1] - 1).to(tensor.device)
     return tensor.gather(-1, source.clamp(min=0)).masked_fill(source < 0, 0)
 
@@ -365,7 +377,7 @@ def _shifted(tensor: torch.Tensor, shifts: list[int], length: int) -> torch.Tens
 def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Columns `index` `(R, n)` of `(R, heads, columns, width)`."""
     rows, heads, held, width = tensor.shape
-    start = torch.arange(rows * heads).view(rows, heads, 1) * held
+    start = torch.arange(rows * heads, device="cpu").view(rows, heads, 1) * held
     flat = (start + index[:, None]).flatten().to(tensor.device)
     # Whole columns are copied at once, which is several times as fast as gathering elements.
     taken = tensor.reshape(-1, width).index_select(0, flat)

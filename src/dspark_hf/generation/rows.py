@@ -49,8 +49,8 @@ class Rows:
         if len(set(lengths)) == 1:
             ids = self._ids[:, :longest]
             return ids if len(rows) == len(self.counts) else ids[rows]
-        shifts = torch.tensor([longest - length for length in lengths])[:, None]
-        source = (torch.arange(longest)[None] - shifts).to(self.device)
+        shifts = torch.tensor([longest - length for length in lengths], device=self.device)
+        source = torch.arange(longest, device=self.device)[None] - shifts[:, None]
         ids = self._ids[rows].gather(1, source.clamp(min=0))
         return ids.masked_fill(source < 0, self.pad_token_id)
 

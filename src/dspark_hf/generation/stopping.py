@@ -76,7 +76,7 @@ class TokenwiseStopping:
             if not asked:
                 continue
             ids = rows.text(length)
-            answers = torch.zeros(ids.shape[0], dtype=torch.bool)
+            answers = torch.zeros(ids.shape[0], dtype=torch.bool, device="cpu")
             for criterion in self._others:
                 answer = torch.as_tensor(criterion(ids, scores(length - rows.prompt_length)))
                 answers |= answer.cpu().bool()

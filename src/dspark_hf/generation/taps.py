@@ -179,7 +179,7 @@ class TargetTaps:
 
     def _output_hook(self, tap: int) -> Callable:
         def hook(module, args, output):
-            self._read(tap, output[0] if isinstance(output, tuple) else output)
+            self._read(tap, output[0] if isinstance(output, tuple | list) else output)
 
         return hook
 

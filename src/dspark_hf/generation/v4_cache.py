@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4CSACache,
     DeepseekV4HCACache,
@@ -48,7 +48,7 @@ def rewindable(cache: Any) -> Iterator[None]:
     Afterwards the cache holds its own layers again, with the state that was reached; other caches
     are left alone.
     """
-    layers = cache.layers if isinstance(cache, Cache) else []
+    layers = getattr(cache, "layers", [])
     own = list(layers)
     for i, layer in enumerate(own):
         if type(layer) in _REWINDABLE:

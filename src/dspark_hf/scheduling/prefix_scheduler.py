@@ -92,8 +92,8 @@ def admission_gains(survival: torch.Tensor, layout: str) -> torch.Tensor:
 def step_tokens(num_rows: int, block_size: int, layout: str) -> torch.Tensor:
     """Tokens of our own in a step that admits 0…N units: int64, `(N + 1,)`."""
     if layout == PADDED:
-        return num_rows * torch.arange(1, block_size + 2)
-    return num_rows + torch.arange(num_rows * block_size + 1)
+        return num_rows * torch.arange(1, block_size + 2, device="cpu")
+    return num_rows + torch.arange(num_rows * block_size + 1, device="cpu")
 
 
 def throughput(
