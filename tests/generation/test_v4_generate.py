@@ -177,6 +177,26 @@ def test_a_call_that_fails_leaves_a_sound_cache():
     assert_same_state(cache, start(target, expected[:, :length]))
 
 
+def test_a_failure_with_several_rows_is_the_callers_own():
+    """Rows cannot be put back together, so the cache is emptied; nothing of ours stays in it."""
+    target, prompts = tiny_target(), torch.cat([make_prompt(8, seed=seed) for seed in (1, 2)])
+    cache, forwards = DynamicCache(config=target.config), []
+
+    def fail(*args):
+        forwards.append(None)
+        if len(forwards) == 3:
+            raise KeyboardInterrupt
+
+    handle = target.model.layers[2].mlp.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(target, prompts, make_v4_drafter(), cache=cache)
+    finally:
+        handle.remove()
+    assert type(cache.layers[2]) is DeepseekV4HCACache
+    assert cache.get_seq_length() == 0
+
+
 def test_other_assistants_are_refused_as_before():
     """Only our drafters come with a cache that can be rolled back."""
     with pytest.raises(ValueError, match="stateful"):
@@ -184,18 +204,20 @@ def test_other_assistants_are_refused_as_before():
     assert tiny_target()._is_stateful
 
 
-def test_hidden_states_are_those_of_plain_decoding():
+def test_hidden_states_and_attentions_are_those_of_plain_decoding():
+    """B104: attentions span the window and the entries that were compressed by then."""
     prompt, expected = reference()
-    options = {"output_hidden_states": True, "output_logits": True}
-    options |= {"return_dict_in_generate": True, "max_new_tokens": 12, "do_sample": False}
+    options = {"output_hidden_states": True, "output_logits": True, "output_attentions": True}
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
     plain = tiny_target().generate(prompt, **options)
     drafter = make_scripted(make_v4_drafter(), expected, 3)
     found = tiny_target().generate(prompt, assistant_model=drafter, **options)
     for ours, theirs in zip(found.logits, plain.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
-    for ours, theirs in zip(found.hidden_states, plain.hidden_states, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-4)
+    for name in ("hidden_states", "attentions"):
+        for ours, theirs in zip(found[name], plain[name], strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -333,8 +355,12 @@ def test_several_rows():
     assert statistics.accepted_length > 2.5
     mask = torch.ones_like(prompts)
     mask[0, :3] = 0
-    with pytest.raises(ValueError, match="rows of equal length"):
-        target.generate(prompts, attention_mask=mask, assistant_model=drafter, **options)
+    # One row as well: forwards over one and over several tokens see padding differently.
+    for rows in (3, 1):
+        with pytest.raises(ValueError, match="rows of equal length"):
+            target.generate(
+                prompts[:rows], attention_mask=mask[:rows], assistant_model=drafter, **options
+            )
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

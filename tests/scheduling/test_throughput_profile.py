@@ -17,6 +17,7 @@ from dspark_hf.scheduling.profiling import (
 )
 from dspark_hf.scheduling.throughput_profile import ThroughputProfile, monotone
 from tiny import make_drafter, make_target
+from tiny_v4 import make_v4_drafter, make_v4_target
 
 
 def curve(*seconds, tokens=None, **fields):
@@ -169,6 +170,13 @@ def test_a_measurement_is_what_the_clock_said(rows):
     assert len(forwards) == 5 * (3 + 2)
     profile.check(profile_facts(target, drafter))
     assert {"torch", "transformers"} == set(profile.versions)
+
+
+def test_a_deepseek_v4_target_is_measured_past_its_window():
+    """Its cache is rolled back after every forward, or the next one fails."""
+    target, drafter = make_v4_target(), make_v4_drafter()
+    profile = measure_throughput(target, drafter, token_counts=[1, 4], context_length=20, repeats=1)
+    assert profile.tokens == (1, 4)
 
 
 def test_impossible_measurements_are_refused_first():

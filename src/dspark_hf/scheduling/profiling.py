@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..evaluation.provenance import processor_name
 from ..generation.checks import check_pairing
+from ..generation.v4_cache import make_rewindable
 from .throughput_profile import ThroughputProfile
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ def _keep(profile: ThroughputProfile, path: Path) -> None:
 def _filled_cache(target: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     target(ids, cache=cache)
+    make_rewindable(cache)
     cache.activate_past_recording()
     return cache
 
