@@ -190,7 +190,8 @@ def check_padding(target: PreTrainedModel, attention_mask: torch.Tensor | None) 
         raise ValueError(
             f"The attention mask takes out positions, and {type(target).__name__} compresses "
             "padding together with text. Give rows of equal length, or one row at a time, without "
-            "padding."
+            "padding. If nothing here is padding, pass an attention_mask of ones: without one, the "
+            "host takes it from the pad tokens."
         )
 
 
