@@ -146,8 +146,9 @@ def test_a_cache_passed_in_and_out():
     assert torch.equal(again, expected)
 
 
-def test_a_call_that_fails_leaves_a_sound_cache():
-    """A streamer that raises in the middle of a run: the cache ends before what it did not take."""
+@pytest.mark.parametrize("last", [30, 31, 32])
+def test_a_call_that_fails_leaves_a_sound_cache(last):
+    """A streamer that raises in a run or at its end: the cache ends before what it did not take."""
 
     class Broken:
         def __init__(self):
@@ -155,7 +156,7 @@ def test_a_call_that_fails_leaves_a_sound_cache():
 
         def put(self, value):
             self.seen += value.flatten().tolist()
-            if len(self.seen) == 30:
+            if len(self.seen) == last:
                 raise KeyboardInterrupt
 
         def end(self):
@@ -167,14 +168,19 @@ def test_a_call_that_fails_leaves_a_sound_cache():
         generate(
             target,
             prompt,
-            make_scripted(make_v4_drafter(), expected, 4),
+            make_scripted(make_v4_drafter(), expected, 5),
             cache=cache,
             streamer=streamer,
         )
     assert [type(layer) for layer in cache.layers][2] is DeepseekV4HCACache
     length = cache.get_seq_length()
-    assert length <= 30
+    assert length <= last
     assert_same_state(cache, start(target, expected[:, :length]))
+    text = expected[:, : length + 1]
+    assert torch.equal(
+        target.generate(text, cache=cache, max_new_tokens=3, do_sample=False)[0],
+        expected[0, : length + 4],
+    )
 
 
 def test_a_failure_with_several_rows_is_the_callers_own():
