@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from dspark_hf.cli import app, checking
 from dspark_hf.cli import models as cli_models
 from dspark_hf.cli.app import main
+from dspark_hf.exporting.deepseek_v4 import merge_into_target
 from dspark_hf.losslessness import first_divergence, greedy_gaps, sampling_distance
 from tiny import make_drafter, make_eagle3, make_prompt, make_scripted, make_target
+from tiny_v4 import make_v4_drafter, make_v4_target
 
 ROOT = Path(__file__).parents[1]
 RUNNER = CliRunner()
@@ -117,6 +119,22 @@ def test_commands_take_an_eagle3_drafter(pair, tmp_path):
     run("bench", *models, "--prompts", pair["prompts"], "--num-prompts", "1",
         "--max-new-tokens", "6", "--dtype", "float32", "--json", str(path))  # fmt: skip
     assert json.loads(path.read_text())["total"]["forward_seconds"]["draft"] > 0
+
+
+def test_bench_of_a_pair_without_look_up(tmp_path):
+    """The host has none for DeepSeek-V4, whose cache it cannot roll back; both from one folder."""
+    folder, path = tmp_path / "v4", tmp_path / "bench.json"
+    make_v4_target().save_pretrained(folder, max_shard_size="50KB")
+    character_tokenizer().save_pretrained(folder)
+    merge_into_target(make_v4_drafter(), folder)
+    prompts = tmp_path / "tiny.jsonl"
+    prompts.write_text('{"prompt": "lighthouse"}', encoding="utf-8")
+    run("bench", "--target", str(folder), "--drafter", str(folder), "--prompts", str(prompts),
+        "--max-new-tokens", "6", "--dtype", "float32", "--json", str(path))  # fmt: skip
+    total = json.loads(path.read_text())["total"]
+    assert total["lookup_speedup"] is None
+    assert set(total["seconds"]) == {"plain", "drafter"}
+    assert total["worst_gap"] < 1e-3
 
 
 def test_bench_compares_three_ways(pair, tmp_path):

@@ -95,6 +95,38 @@ def test_a_merge_replaces_the_drafter_that_was_there(tmp_path):
     assert not list(folder.glob(".*.partial"))
 
 
+def test_what_the_released_code_reads_is_changed_with_the_index(tmp_path):
+    """A base target states one stage there, and loading believes it."""
+    folder = target_without_drafter(tmp_path / "target", V4)
+    (folder / "inference").mkdir()
+    path = folder / "inference" / "config.json"
+    path.write_text(json.dumps({"n_layers": 6, "n_mtp_layers": 1}), encoding="utf-8")
+    drafter = load_golden_drafter(bound=False)
+    merge_into_target(drafter, folder)
+    assert same_weights(DSparkDrafter.from_pretrained(folder, dtype=torch.float32), drafter)
+    stated, config = read_json(path), read_json(folder / "config.json")
+    assert (stated["n_layers"], stated["n_mtp_layers"]) == (6, 3)
+    assert stated["dspark_target_layer_ids"] == config["dspark_target_layer_ids"]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "is not a safetensors index"),
+        ('{"weight_map": {"mtp.0.x": "../other.safetensors"}}', "is no file of the checkpoint"),
+    ],
+)
+def test_an_index_that_lies_deletes_nothing(tmp_path, text, match):
+    folder = target_without_drafter(tmp_path / "target", V4)
+    (folder / INDEX).write_text(text, encoding="utf-8")
+    other = tmp_path / "other.safetensors"
+    other.touch()
+    with pytest.raises(ValueError, match=match):
+        merge_into_target(load_golden_drafter(bound=False), folder)
+    assert other.is_file()
+
+
 def test_changed_weights_have_no_published_form(tmp_path):
     folder = shutil.copytree(GOLDEN / V4_QUANTISED, tmp_path / "target")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from safetensors import safe_open
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
 from checkpoints import GOLDEN
+from dspark_hf.backbones.packed_experts import PackedExperts
 from dspark_hf.quantised import (
     decode_e8m0,
     dequantise_fp4,
@@ -12,7 +14,7 @@ from dspark_hf.quantised import (
     quantise_fp8,
     round_to_fp8,
 )
-from tiny_v4 import V4_QUANTISED
+from tiny_v4 import V4_QUANTISED, v4_config
 
 
 def scales(*values):
@@ -87,11 +89,28 @@ def test_decoding_equals_the_reference():
     assert any("wkv" in name for name in names)
 
 
+def test_packed_experts_compute_what_the_hosts_do_past_the_limit():
+    """Selected, clamped on both sides, weighed and summed; the golden activations stay below it."""
+    config = v4_config(swiglu_limit=1.5)
+    config._experts_implementation = "eager"
+    packed, host = PackedExperts(config), DeepseekV4Experts(config)
+    for name, tensor in packed.named_parameters():
+        low, high = (122, 126) if name.endswith("scale") else (0, 256)
+        tensor.data = torch.randint(low, high, tensor.shape).to(torch.uint8)
+    for name in ("gate_up", "down"):
+        parts = (getattr(packed, f"{name}_{part}") for part in ("proj", "scale"))
+        getattr(host, f"{name}_proj").data = dequantise_fp4(*parts, torch.float32)
+    x, weights = torch.randn(7, 32), torch.rand(7, 2)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    torch.testing.assert_close(packed(x, chosen, weights), host(x, chosen, weights))
+
+
 def test_fp8_values_are_found_again_exactly():
     """Encoding what was decoded, zeros and uneven edges included; nothing else can be encoded."""
     weight = (torch.randn(300, 200) * 100).to(torch.float8_e4m3fn)
     weight[:128, :128] = 0
-    scale = torch.randint(100, 140, (3, 2)).to(torch.uint8).view(torch.float8_e8m0fnu)
+    # Far below and above what the published kernels have for activations.
+    scale = scales(90, 140, 104, 127, 100, 40).view(3, 2).view(torch.float8_e8m0fnu)
     values = dequantise_fp8(weight, scale)
     codes, scales_found = quantise_fp8(values.bfloat16())
     assert codes.shape == weight.shape

@@ -45,7 +45,7 @@ def quantise_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | No
     rows, columns = weight.shape
     padded = nn.functional.pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.unflatten(0, (-1, FP8_BLOCK)).unflatten(2, (-1, FP8_BLOCK))
-    exponent = _scale_exponent(blocks.abs().amax(dim=(1, 3)))
+    exponent = _scale_exponent(blocks.abs().amax(dim=(1, 3)), smallest=FP8_MAX * 2.0**-126)
     factors = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     factors = factors[:, None, :, None]
     codes = (blocks / factors).to(torch.float8_e4m3fn)
@@ -62,18 +62,19 @@ def round_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
     """
     width = x.shape[-1]
     grouped = nn.functional.pad(x.float(), (0, -width % group)).unflatten(-1, (-1, group))
-    exponent = _scale_exponent(grouped.abs().amax(dim=-1, keepdim=True))
+    # The published kernels have no smaller scales for activations.
+    exponent = _scale_exponent(grouped.abs().amax(dim=-1, keepdim=True), smallest=1e-4)
     factors = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     codes = (grouped / factors).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return (codes.float() * factors).flatten(-2)[..., :width].to(x.dtype)
 
 
-def _scale_exponent(largest: torch.Tensor) -> torch.Tensor:
+def _scale_exponent(largest: torch.Tensor, smallest: float) -> torch.Tensor:
     """
-    Exponent of the smallest power of two that brings `largest` into the range of E4M3, as the
-    published quantiser chooses it.
+    Exponent of the smallest power of two that brings `largest`, at least `smallest`, into the range
+    of E4M3, as the published quantiser chooses it.
     """
-    mantissa, exponent = torch.frexp(largest.float().clamp(min=1e-4) / FP8_MAX)
+    mantissa, exponent = torch.frexp(largest.float().clamp(min=smallest) / FP8_MAX)
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 

@@ -146,8 +146,9 @@ def test_a_cache_passed_in_and_out():
     assert torch.equal(again, expected)
 
 
-def test_a_call_that_fails_leaves_a_sound_cache():
-    """A streamer that raises in the middle of a run: the cache ends before what it did not take."""
+@pytest.mark.parametrize("last", [30, 31, 32])
+def test_a_call_that_fails_leaves_a_sound_cache(last):
+    """A streamer that raises in a run or at its end: the cache ends before what it did not take."""
 
     class Broken:
         def __init__(self):
@@ -155,7 +156,7 @@ def test_a_call_that_fails_leaves_a_sound_cache():
 
         def put(self, value):
             self.seen += value.flatten().tolist()
-            if len(self.seen) == 30:
+            if len(self.seen) == last:
                 raise KeyboardInterrupt
 
         def end(self):
@@ -167,14 +168,39 @@ def test_a_call_that_fails_leaves_a_sound_cache():
         generate(
             target,
             prompt,
-            make_scripted(make_v4_drafter(), expected, 4),
+            make_scripted(make_v4_drafter(), expected, 5),
             cache=cache,
             streamer=streamer,
         )
     assert [type(layer) for layer in cache.layers][2] is DeepseekV4HCACache
     length = cache.get_seq_length()
-    assert length <= 30
+    assert length <= last
     assert_same_state(cache, start(target, expected[:, :length]))
+    text = expected[:, : length + 1]
+    assert torch.equal(
+        target.generate(text, cache=cache, max_new_tokens=3, do_sample=False)[0],
+        expected[0, : length + 4],
+    )
+
+
+def test_a_failure_with_several_rows_is_the_callers_own():
+    """Rows cannot be put back together, so the cache is emptied; nothing of ours stays in it."""
+    target, prompts = tiny_target(), torch.cat([make_prompt(8, seed=seed) for seed in (1, 2)])
+    cache, forwards = DynamicCache(config=target.config), []
+
+    def fail(*args):
+        forwards.append(None)
+        if len(forwards) == 3:
+            raise KeyboardInterrupt
+
+    handle = target.model.layers[2].mlp.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(target, prompts, make_v4_drafter(), cache=cache)
+    finally:
+        handle.remove()
+    assert type(cache.layers[2]) is DeepseekV4HCACache
+    assert cache.get_seq_length() == 0
 
 
 def test_other_assistants_are_refused_as_before():
@@ -184,18 +210,20 @@ def test_other_assistants_are_refused_as_before():
     assert tiny_target()._is_stateful
 
 
-def test_hidden_states_are_those_of_plain_decoding():
+def test_hidden_states_and_attentions_are_those_of_plain_decoding():
+    """B104: attentions span the window and the entries that were compressed by then."""
     prompt, expected = reference()
-    options = {"output_hidden_states": True, "output_logits": True}
-    options |= {"return_dict_in_generate": True, "max_new_tokens": 12, "do_sample": False}
+    options = {"output_hidden_states": True, "output_logits": True, "output_attentions": True}
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
     plain = tiny_target().generate(prompt, **options)
     drafter = make_scripted(make_v4_drafter(), expected, 3)
     found = tiny_target().generate(prompt, assistant_model=drafter, **options)
     for ours, theirs in zip(found.logits, plain.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
-    for ours, theirs in zip(found.hidden_states, plain.hidden_states, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-4)
+    for name in ("hidden_states", "attentions"):
+        for ours, theirs in zip(found[name], plain[name], strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -333,8 +361,12 @@ def test_several_rows():
     assert statistics.accepted_length > 2.5
     mask = torch.ones_like(prompts)
     mask[0, :3] = 0
-    with pytest.raises(ValueError, match="rows of equal length"):
-        target.generate(prompts, attention_mask=mask, assistant_model=drafter, **options)
+    # One row as well: forwards over one and over several tokens see padding differently.
+    for rows in (3, 1):
+        with pytest.raises(ValueError, match="rows of equal length"):
+            target.generate(
+                prompts[:rows], attention_mask=mask[:rows], assistant_model=drafter, **options
+            )
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

@@ -119,6 +119,21 @@ def test_stages_that_are_stated_and_not_stored(tmp_path, place):
         DSparkDrafter.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", r"inference.config\.json is not valid JSON"),
+        ("[1]", "holds a JSON list, expected an object"),
+        ('{"n_mtp_layers": 0}', "states 0 of them"),
+    ],
+)
+def test_a_damaged_statement_of_the_stages(tmp_path, text, match):
+    folder = copy_repository(tmp_path / "v4")
+    (folder / "inference").mkdir()
+    (folder / "inference" / "config.json").write_text(text, encoding="utf-8")
+    refuse(folder, match)
+
+
 def test_stages_without_any_statement_are_those_stored(tmp_path):
     folder = copy_repository(tmp_path / "v4")
     edit_config(folder, compress_ratios=...)
@@ -270,6 +285,12 @@ def test_a_config_that_does_not_fit(tmp_path, changes, match):
         ({}, "mtp.1.attn.wkv.scale", r"missing mtp.1.attn.wkv.scale \(1, 2\)"),
         ({}, "mtp.1.ffn.experts.3.w2.weight", "missing mtp.1.ffn.experts.3.w2.weight"),
         ({"mtp.1.extra": torch.ones(2)}, None, r"unexpected mtp.1.extra \(2,\)"),
+        ({"mtp.norm.weight": torch.ones(2)}, None, r"stages \[0, 1, 2, norm\] are stored"),
+        (
+            {"mtp.1.ffn.experts.2.w1.weight": torch.ones(64, 128)},
+            None,
+            "mtp.1.ffn.experts.2.w1.weight is stored as F32, which is not read",
+        ),
         (
             {"mtp.1.attn.wkv.scale": torch.ones(1, 2)},
             None,

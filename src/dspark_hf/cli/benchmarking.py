@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
+from transformers import PreTrainedModel
 
 from ..generation.statistics import Statistics, collect_statistics
+from ..generation.v4_cache import make_rewindable
 from ..losslessness import greedy_gaps
 from .generating import timed
 from .models import Pair, load_pair, machine_facts, read_prompts
@@ -51,17 +53,18 @@ def run_bench(
     }
     if threshold is not None:
         extra["drafter"]["dspark_confidence_threshold"] = threshold
-    for mode in MODES:  # Warm up every path before anything is timed.
+    modes = _modes(pair.target)
+    for mode in modes:  # Warm up every path before anything is timed.
         timed(pair, pair.encode("Hello"), {**options, **extra[mode], "max_new_tokens": 8})
-    rows, pooled = [], _Tally()
+    rows, pooled = [], _Tally(modes)
     with Progress(transient=True) as progress:
-        task = progress.add_task("bench", total=sum(map(len, texts.values())) * len(MODES))
+        task = progress.add_task("bench", total=sum(map(len, texts.values())) * len(modes))
         for name, prompts_of_set in texts.items():
-            tally = _Tally()
+            tally = _Tally(modes)
             for number, prompt in enumerate(prompts_of_set):
                 inputs = pair.encode(prompt)
-                for turn in range(len(MODES)):
-                    mode = MODES[(number + turn) % len(MODES)]
+                for turn in range(len(modes)):
+                    mode = modes[(number + turn) % len(modes)]
                     tally.run(pair, inputs, mode, {**options, **extra[mode]})
                     progress.advance(task)
             rows.append(tally.figures(name))
@@ -80,12 +83,17 @@ def run_bench(
     }
 
 
+def _modes(target: PreTrainedModel) -> tuple[str, ...]:
+    """The host refuses prompt look-up for targets whose cache it cannot roll back."""
+    return tuple(mode for mode in MODES if mode != "lookup" or not target._is_stateful)
+
+
 class _Tally:
     """Tokens, seconds and acceptance of one set."""
 
-    def __init__(self) -> None:
-        self.tokens = dict.fromkeys(MODES, 0)
-        self.seconds = dict.fromkeys(MODES, 0.0)
+    def __init__(self, modes: tuple[str, ...]) -> None:
+        self.tokens = dict.fromkeys(modes, 0)
+        self.seconds = dict.fromkeys(modes, 0.0)
         self.prompt_lengths: list[int] = []
         self.statistics = Statistics()
         self.gaps: list[float] = []
@@ -113,7 +121,7 @@ class _Tally:
                 self.gaps.append(float(greedy_gaps(pair.target, output, length).max()))
 
     def merge(self, other: "_Tally") -> None:
-        for mode in MODES:
+        for mode in self.tokens:
             self.tokens[mode] += other.tokens[mode]
             self.seconds[mode] += other.seconds[mode]
         self.prompt_lengths += other.prompt_lengths
@@ -127,7 +135,7 @@ class _Tally:
             self.forwards[name] = self.forwards.get(name, []) + values
 
     def figures(self, name: str) -> dict[str, Any]:
-        speed = {mode: self.tokens[mode] / self.seconds[mode] for mode in MODES}
+        speed = {mode: tokens / self.seconds[mode] for mode, tokens in self.tokens.items()}
         tau = self.statistics.accepted_length
         costs = {name: stats.median(values) for name, values in self.forwards.items()}
         ideal = tau * costs["target_one"] / (costs["target_verify"] + costs["draft"])
@@ -139,7 +147,7 @@ class _Tally:
             "conditional_acceptance": self.statistics.conditional_acceptance,
             "mean_verified": self.statistics.verified / max(self.statistics.rounds, 1),
             "plain_tokens_per_second": speed["plain"],
-            "lookup_speedup": speed["lookup"] / speed["plain"],
+            "lookup_speedup": speed["lookup"] / speed["plain"] if "lookup" in speed else None,
             "drafter_speedup": speedup,
             "ideal_speedup": ideal,
             "loop_efficiency": speedup / ideal,
@@ -163,6 +171,7 @@ def time_forwards(pair: Pair, context_length: int, num_verified: int) -> dict[st
     ids = torch.randint(vocabulary, (1, context_length), device=device)
     cache = DynamicCache(config=pair.target.config.get_text_config(decoder=True))
     pair.target(ids, cache=cache, logits_to_keep=1)
+    make_rewindable(cache)
     cache.activate_past_recording()
     drafter: Any = pair.drafter
     context = drafter.new_context(1, target=pair.target)

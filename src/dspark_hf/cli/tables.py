@@ -69,7 +69,7 @@ def bench_table(result: dict[str, Any]) -> Table:
             str(row["num_prompts"]),
             f"{row['accepted_length']:.2f}",
             f"{row['plain_tokens_per_second']:.1f}",
-            f"{row['lookup_speedup']:.2f}",
+            "–" if row["lookup_speedup"] is None else f"{row['lookup_speedup']:.2f}",
             f"{row['drafter_speedup']:.2f}",
             f"{row['loop_efficiency']:.2f}",
             "–" if row["worst_gap"] is None else f"{row['worst_gap']:.3f}",

@@ -5,7 +5,6 @@ The other direction is `DSparkDrafter.from_pretrained(target)` and `save_pretrai
 its own, with its experts packed as they were.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from .._files import replacing, write_json
 from ..loading.deepseek_v4 import is_stored_part, stored_parts
 from ..loading.detection import DEEPSEEK_V4
+from ..loading.files import read_index, read_object
 from ..quantised import quantise_fp8
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ _FLOAT32 = ("attn_sink", "ffn.gate.bias", "_fn", "_base", "_scale")
 def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) -> list[str]:
     """
     Store a drafter inside its target: three more shards, the index and the `dspark_*` keys of
-    config.json. A drafter that the target had is replaced; the target's own files stay as they are.
+    config.json, and of inference/config.json if there is one. A drafter that the target had is
+    replaced; the target's own files stay as they are.
     Every value is stored exactly; where the largest value of an FP8 block is 224 or 448 times its
     scale, the other of the two equal codings may be taken.
 
@@ -61,10 +62,13 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     folder = Path(directory)
     raw = _read(folder / "config.json", "config.json")
     index = _read(folder / SAFE_WEIGHTS_INDEX_NAME, "index of sharded weights")
+    weight_map = read_index(folder / SAFE_WEIGHTS_INDEX_NAME)
+    released = folder / "inference" / "config.json"
+    also = read_object(released) if released.is_file() else None
     _check_pair(drafter, raw, folder)
     num_stages = drafter.config.backbone_config.num_hidden_layers
-    old = {name: file for name, file in index["weight_map"].items() if is_stored_part(name)}
-    kept = {name: file for name, file in index["weight_map"].items() if name not in old}
+    old = {name: file for name, file in weight_map.items() if is_stored_part(name)}
+    kept = {name: file for name, file in weight_map.items() if name not in old}
     written: dict[str, str] = {}
     # All shards take their places together: a weight that has no form may be in the last one.
     with ExitStack() as shards:
@@ -75,7 +79,10 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
             save_file(tensors, temporary, metadata={"format": "pt"})
             written |= dict.fromkeys(tensors, file)
     write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": kept | written})
-    write_json(folder / "config.json", {**raw, **_config_keys(drafter, raw)})
+    keys = _config_keys(drafter, raw)
+    write_json(folder / "config.json", {**raw, **keys})
+    if also is not None:
+        write_json(released, {**also, **keys, "n_mtp_layers": num_stages})
     # Only now nothing refers to them.
     for file in set(old.values()) - set(kept.values()) - set(written.values()):
         (folder / file).unlink(missing_ok=True)
@@ -180,4 +187,4 @@ def _read(path: Path, what: str) -> dict[str, Any]:
             f"{path.parent} has no {what} ({path.name}). Give the folder of a DeepSeek-V4 target "
             "whose weights are in shards."
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_object(path)

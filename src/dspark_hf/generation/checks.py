@@ -207,18 +207,19 @@ def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
 
 def check_padding(target: PreTrainedModel, attention_mask: torch.Tensor | None) -> None:
     """
-    Refuse batches of unequal length on DeepSeek-V4.
+    Refuse padding on DeepSeek-V4.
 
-    Its compressed layers take padding for text, in plain `generate` as well, so what a row is told
-    depends on the columns it stands in. Raises `ValueError`.
+    Its compressed layers take padding for text, in plain `generate` as well, and show it to
+    forwards over one and over several tokens differently. Raises `ValueError`.
     """
-    if attention_mask is None or attention_mask.shape[0] < 2:
+    if attention_mask is None or not has_rewindable_cache(target):
         return
-    if has_rewindable_cache(target) and not bool(attention_mask.bool().all()):
+    if not bool(attention_mask.bool().all()):
         raise ValueError(
-            f"The attention mask takes out positions of a batch of {attention_mask.shape[0]} rows, "
-            f"and {type(target).__name__} compresses padding together with text. Give rows of "
-            "equal length, or one row at a time."
+            f"The attention mask takes out positions, and {type(target).__name__} compresses "
+            "padding together with text. Give rows of equal length, or one row at a time, without "
+            "padding. If nothing here is padding, pass an attention_mask of ones: without one, the "
+            "host takes it from the pad tokens."
         )
 
 

@@ -197,7 +197,8 @@ class Frame:
             if cache_layers.has_recurrent_state(layer) and saved is not None:
                 cache_layers.restore(layer, saved)
             after = cache_layers.held(layer, self.length)
-            if after > settled:
+            # Also where all of it stays: only a crop cuts sliding layers to their window again.
+            if after >= settled:
                 cache_layers.crop(layer, after - settled, after - self.length, after, saved)
 
     def settle(self, outputs: Any, kept: list[int], finished: list[int]) -> None:

@@ -184,6 +184,11 @@ def _attention_row(weights: torch.Tensor, i: int, past: int, lag: int, layer: An
     queries, keys = weights.shape[-2:]
     row = weights[..., i : i + 1, :]
     own = past - lag + i + 1
+    entries = row[..., :0]
+    if hasattr(layer, "entry_count"):
+        # DeepSeek-V4 has its compressed entries behind the keys: one for each window that is full.
+        keys -= layer.entry_count["compressor"]
+        entries = row[..., keys : keys + own // layer.compress_rate]
     if isinstance(layer, StaticLayer):
         # These attend over their whole width, the columns in use first.
         end = past + i + 1 if past + queries <= keys else keys - queries + i + 1
@@ -193,4 +198,4 @@ def _attention_row(weights: torch.Tensor, i: int, past: int, lag: int, layer: An
         return row  # Keeps nothing of its own, so there is nothing to cut.
     end = keys - queries + i + 1
     own = min(own, layer.get_max_length()) if layer.is_sliding else own
-    return row[..., end - own : end]
+    return torch.cat((row[..., end - own : end], entries), dim=-1)

@@ -48,18 +48,22 @@ def rewindable(cache: Any) -> Iterator[None]:
     Afterwards the cache holds its own layers again, with the state that was reached; other caches
     are left alone.
     """
-    layers = getattr(cache, "layers", [])
-    own = list(layers)
-    for i, layer in enumerate(own):
-        if type(layer) in _REWINDABLE:
-            layers[i] = _REWINDABLE[type(layer)](layer)
+    own = list(getattr(cache, "layers", []))
+    make_rewindable(cache)
     try:
         yield
     finally:
         for i, layer in enumerate(own):
             if type(layer) in _REWINDABLE:
-                layers[i].hand_back(layer)
-                layers[i] = layer
+                cache.layers[i].hand_back(layer)
+                cache.layers[i] = layer
+
+
+def make_rewindable(cache: Any) -> None:
+    """As `rewindable`, for good: for a cache of one's own."""
+    for i, layer in enumerate(getattr(cache, "layers", [])):
+        if type(layer) in _REWINDABLE:
+            cache.layers[i] = _REWINDABLE[type(layer)](layer)
 
 
 @dataclass
@@ -163,6 +167,11 @@ class RewindableHCALayer(DeepseekV4HCACache):
         if journal is not None and removed:
             for name in self.entry_count:
                 self._restore(name, journal, recorded - removed)
+        self._journal = None
+
+    def reset(self) -> None:
+        """As the host's; there is nothing left to take back."""
+        super().reset()
         self._journal = None
 
     def _begin(self) -> _Journal:

@@ -6,11 +6,9 @@ and output head are the target's. The names `e_proj`, `h_proj` in place of `main
 ordinary multi-token-prediction block, which base checkpoints carry at the same place.
 """
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from safetensors import safe_open
 from ..configuration_dspark import DSparkConfig
 from ..quantised import FP8_BLOCK, dequantise_fp8
 from .detection import DEEPSEEK_V4, UnsupportedCheckpointError
-from .files import FLOAT_BYTES, TensorInfo, fetch, num_bytes
+from .files import FLOAT_BYTES, TensorInfo, fetch, num_bytes, read_object
 from .reading import ConfigReader, Reading
 
 PREFIX = "mtp."
@@ -178,20 +176,21 @@ def _num_stages(reader: ConfigReader, depth: int, **hub: Any) -> int:
     over the layers; the stored stages must agree. `num_nextn_predict_layers` is 1 in most published
     files and means something else.
     """
-    stored = {int(name.split(".")[1]) for name in reader.tensors}
+    stored = {name.split(".")[1] for name in reader.tensors}
     path = fetch(reader.source, "inference/config.json", **hub)
     stated = None
     if path is not None:
-        stated = json.loads(Path(path).read_text(encoding="utf-8")).get("n_mtp_layers")
+        stated = read_object(path).get("n_mtp_layers")
         reader.by_rule("num_draft_layers", "inference/config.json: n_mtp_layers")
     ratios = reader.get("compress_ratios", "compress_ratios")
     if stated is None and ratios:
-        stated = len(ratios) - depth
+        stated = len(ratios) - depth or None
         reader.by_rule("num_draft_layers", "compress_ratios beyond the target's layers")
-    if stored != set(range(len(stored))) or (stated and stated != len(stored)):
+    stated = len(stored) if stated is None else stated
+    if stored != set(map(str, range(len(stored)))) or stated != len(stored):
         raise ValueError(
-            f"{reader.source}: the drafter's stages {sorted(stored)} are stored, and its "
-            f"configuration states {stated or len(stored)} of them, counted from 0. The index is "
+            f"{reader.source}: the drafter's stages [{', '.join(sorted(stored))}] are stored, and "
+            f"its configuration states {stated!r} of them, counted from 0. The index is "
             "incomplete; download it again."
         )
     return len(stored)
@@ -274,13 +273,14 @@ def check_stored(
     """
     own_shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     expected = stored_shapes(own_shapes, config, tensors)
+    is_packed = config.backbone_config.expert_dtype == "fp4"
     problems = [
         f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors
     ]
     for name, tensor in tensors.items():
         if name not in expected:
             problems.append(f"unexpected {name} {tensor.shape}")
-        elif tensor.dtype not in _known_formats(name):
+        elif tensor.dtype not in _known_formats(name, is_packed):
             problems.append(f"{name} is stored as {tensor.dtype}, which is not read here")
         elif tensor.shape != expected[name]:
             problems.append(f"{name} has shape {tensor.shape}, expected {expected[name]}")
@@ -294,11 +294,12 @@ def check_stored(
         )
 
 
-def _known_formats(name: str) -> tuple[str, ...]:
+def _known_formats(name: str, is_packed: bool) -> tuple[str, ...]:
     if name.endswith(".scale"):
         return ("F8_E8M0",)
-    is_expert = ".ffn.experts." in name
-    return ("F8_E4M3", *FLOAT_BYTES, *(("I8",) if is_expert else ()))
+    if is_packed and ".ffn.experts." in name:
+        return ("I8",)
+    return ("F8_E4M3", *FLOAT_BYTES)
 
 
 def storage_facts(

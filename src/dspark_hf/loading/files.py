@@ -66,6 +66,11 @@ def read_config(source: str, **hub: Any) -> dict[str, Any]:
             "none under this id, or cannot be reached and the cache has none. Check the path or "
             "id."
         )
+    return read_object(path)
+
+
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """The JSON object in a file. Raises `ValueError` for anything else, naming the file."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -106,7 +111,7 @@ def read_tensors(
     index_path = fetch(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
     if index_path is None:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False))
-    index = _only(_read_index(index_path), wanted)
+    index = _only(read_index(index_path), wanted)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(index.values())):
         path = fetch(source, name, **hub)
@@ -181,7 +186,7 @@ def read_tensors_remotely(
         else:
             files_metadata = {
                 name: parse_safetensors_file_metadata(source, name, **access)
-                for name in sorted(set(_only(_read_index(index_path), wanted).values()))
+                for name in sorted(set(_only(read_index(index_path), wanted).values()))
             }
     except NotASafetensorsRepoError as error:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False)) from error
@@ -202,7 +207,10 @@ def _only(tensors: dict[str, Any], wanted: Callable[[str], bool] | None) -> dict
     return {name: value for name, value in tensors.items() if wanted is None or wanted(name)}
 
 
-def _read_index(path: str) -> dict[str, str]:
+def read_index(path: str | os.PathLike) -> dict[str, str]:
+    """
+    Files of the tensors, by name. Raises `ValueError`: not an index, or one that leaves the folder.
+    """
     try:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
