@@ -101,10 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     arguments = parser.parse_args()
-    pair = load_pair(arguments.target, arguments.drafter, "bfloat16", threads=1)
+    pair = load_pair(arguments.target, arguments.drafter, arguments.dtype, threads=1)
     draft = pair.drafter.draft
     options = {"max_new_tokens": arguments.new_tokens, "do_sample": False, "eos_token_id": None}
     header = ("rows", "mode", "tok/s", "speed-up", "τ", "break-even", "efficiency", "peak MiB")
