@@ -1,5 +1,8 @@
 """Tiny training runs: examples, a target and its drafter, trainers in a folder."""
 
+import contextlib
+import resource
+
 import torch
 from transformers import TrainingArguments
 
@@ -48,6 +51,19 @@ def make_trainer(folder, drafter=None, target=None, train=None, validation=None,
         validation,
         **{"num_anchors": 3, **own},
     )
+
+
+@contextlib.contextmanager
+def limited_files():
+    """
+    What is yielded says from when on no file can grow beyond so many bytes, as on a full disk. Over
+    before the test is, or the report of the test could not be written to a file either.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def weights(drafter):

@@ -1,7 +1,6 @@
 """Data folders: resumed ones equal uninterrupted ones, and nothing is lost or mixed."""
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from dspark_hf.training.collecting import (
     read_prompts,
 )
 from dspark_hf.training.data import MalformedRow
+from small_runs import limited_files
 from small_tokenizer import THINKING, make_tokenizer
 from tiny import make_target
 
@@ -116,13 +116,10 @@ def test_a_killed_run_goes_on_to_the_same_files(tmp_path, whole, monkeypatch, an
 
 
 def test_a_full_disk_keeps_whole_rows(tmp_path, whole):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        with pytest.raises(OSError, match=r"too large.*rows before it are kept"):
-            fill(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = r"too large.*rows before it are kept"
+    with limited_files() as limit, pytest.raises(OSError, match=message):
+        limit(1000)
+        fill(tmp_path)
     fill(tmp_path)
     assert contents(tmp_path) == contents(whole[0])
 

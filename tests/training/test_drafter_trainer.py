@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 import shutil
 
 import pytest
@@ -12,7 +11,14 @@ from transformers import TrainerCallback
 from dspark_hf import DSparkDrafter
 from dspark_hf.training.objective import ObjectiveWeights
 from dspark_hf.training.trainer import DSparkTrainer, last_complete_checkpoint
-from small_runs import arguments, assert_same_weights, make_examples, make_trainer, weights
+from small_runs import (
+    arguments,
+    assert_same_weights,
+    limited_files,
+    make_examples,
+    make_trainer,
+    weights,
+)
 from test_reduced_vocabulary import make_reduced
 from tiny import make_drafter, make_target
 
@@ -218,16 +224,8 @@ def test_several_accelerators_in_one_process_are_refused(tmp_path):
         DSparkTrainer(make_drafter(stored=False), make_target(), args, make_examples())
 
 
-@pytest.fixture
-def full_disk():
-    """From the call on, no file can grow beyond so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("limit", [10_000, 150_000])
-def test_a_full_disk_leaves_no_torn_checkpoint(tmp_path, full_disk, limit):
+def test_a_full_disk_leaves_no_torn_checkpoint(tmp_path, limit):
     """Full while the drafter is written, or while the larger optimiser state is."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(tmp_path, **options)
@@ -237,10 +235,11 @@ def test_a_full_disk_leaves_no_torn_checkpoint(tmp_path, full_disk, limit):
         def on_save(self, args, state, control, **kwargs):
             folder = tmp_path / f"checkpoint-{state.global_step}"
             sizes.update({file.name: file.stat().st_size for file in folder.iterdir()})
-            full_disk(limit)
+            fill(limit)
 
     trainer.add_callback(Fill())
-    with pytest.raises(OSError, match=r"checkpoint-2 failed .*free some space"):
+    message = r"checkpoint-2 failed .*free some space"
+    with limited_files() as fill, pytest.raises(OSError, match=message):
         trainer.train()
     assert 10_000 < sizes["model.safetensors"] < 150_000 < sizes["optimizer.pt"]
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")

@@ -1,13 +1,11 @@
 """Target states on disk: the same training, no torn files, no states of another target."""
 
-import resource
-
 import pytest
 import torch
 
 from dspark_hf.training.feature_cache import FeatureCache, bytes_per_token
 from dspark_hf.training.target_states import TargetReader
-from small_runs import assert_same_weights, make_examples, make_trainer
+from small_runs import assert_same_weights, limited_files, make_examples, make_trainer
 from test_reduced_vocabulary import make_reduced
 from tiny import make_drafter, make_target
 
@@ -93,13 +91,9 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
 def test_a_full_disk_leaves_nothing_torn(tmp_path):
     cache = make_cache(tmp_path, dataset=make_examples(3, length=20))
     size = 23 * bytes_per_token(cache.reader)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 700, hard))
-        with pytest.raises(OSError, match="free some space and start again"):
-            cache.fill(progress=None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with limited_files() as fill, pytest.raises(OSError, match="free some space and start again"):
+        fill(size - 700)
+        cache.fill(progress=None)
     assert all(file.suffix == ".safetensors" for file in tmp_path.iterdir())
     assert 0 < len(list(tmp_path.iterdir())) < 3
     cache.fill(progress=None)
