@@ -91,9 +91,10 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
 def test_a_full_disk_leaves_nothing_torn(tmp_path):
     cache = make_cache(tmp_path, dataset=make_examples(3, length=20))
     size = 23 * bytes_per_token(cache.reader)
-    with limited_files() as fill, pytest.raises(OSError, match="free some space and start again"):
-        fill(size - 700)
-        cache.fill(progress=None)
+    with limited_files() as limit:
+        limit(size - 700)
+        with pytest.raises(OSError, match="free some space and start again"):
+            cache.fill(progress=None)
     assert all(file.suffix == ".safetensors" for file in tmp_path.iterdir())
     assert 0 < len(list(tmp_path.iterdir())) < 3
     cache.fill(progress=None)
