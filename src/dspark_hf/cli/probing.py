@@ -9,9 +9,8 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig
 
-from ..auto import drafter_class
+from ..auto import drafter_class_of
 from ..evaluation.prompts import encode_prompt
-from ..loading.files import read_config
 from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError, UnknownDepthError
 from ..modeling_dspark import DSparkDrafter
 from ..probing import ProbeResult, combine, probe_layout
@@ -25,7 +24,7 @@ def load_drafter(source: str, dtype: Any, target: str) -> tuple[Any, bool]:
     read as anchor-first until it is probed. Taps that follow from the depth of the target are taken
     from its config, at `target`.
     """
-    cls = drafter_class(read_config(source))
+    cls = drafter_class_of(source)
     try:
         return cls.from_pretrained(source, dtype=dtype), True
     except UndecidedLayoutError:

@@ -3,13 +3,13 @@
 import math
 from typing import Any
 
-from ..auto import drafter_class
+from ..auto import drafter_class_of
 from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
 from . import deepseek_v4
 from .checkpoint import meta_state, read_facts
 from .detection import DEEPSEEK_V4, architecture_of
-from .files import num_bytes, read_config
+from .files import num_bytes
 
 
 def describe(
@@ -35,7 +35,7 @@ def describe(
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
-    cls = drafter_class(read_config(source, **hub))
+    cls = drafter_class_of(source, **hub)
     told: dict[str, Any] = {
         "block_layout": block_layout,
         "num_target_layers": num_target_layers,
