@@ -178,6 +178,8 @@ def _read_heads(reader: ConfigReader, hidden_size: int, renames: dict[str, str])
     )
     proj = shapes.get("confidence_head.proj.weight")
     has_confidence = stated if stated is not None else proj is not None
+    if stated is None:
+        reader.by_rule("confidence_head", "tensors of a confidence head")
     with_markov = _flag(reader, "confidence_head_with_markov", "confidence_head_with_markov")
     if proj is not None and with_markov is None:
         with_markov = bool(rank) and proj[-1] == hidden_size + rank
