@@ -464,6 +464,14 @@ def test_a_soft_cap_is_applied(tmp_path):
 # -- drafting defaults -----------------------------------------------------------------------------
 
 
+def test_a_tied_head_that_is_not_stored_is_said(tmp_path):
+    """T18: it would be the stored embedding for the host, and is the target's here."""
+    folder, _ = deepspec(tmp_path, stored=True, tie_word_embeddings=True)
+    assert describe(str(folder))["warnings"] == []
+    edit_tensors(folder, drop=("lm_head.weight",))
+    assert "the head is the target's" in describe(str(folder))["warnings"][0]
+
+
 def test_headless_drafters_of_this_family_draft_by_argmax(tmp_path):
     """T23: as their reference loop does; with a Markov head, drafts are sampled."""
     folder, _ = zlab(tmp_path / "dflash")

@@ -131,7 +131,7 @@ def probe(
     threads: Threads = 0,
     json_path: Json = None,
 ) -> None:
-    """Find out how a drafter's blocks are laid out, by drafting along the target's own text."""
+    """Find out a drafter's block layout and taps, by drafting along the target's own text."""
     from .probing import run_probe
 
     result = run_probe(

@@ -193,7 +193,7 @@ def _chain_taps(reader: ConfigReader, depth: int | None) -> list[int]:
     if flat is None and nested[:1] == [2]:
         reader.warn(
             f"eagle_config.{key} begins with 2: read as layer outputs, as SpecForge and ModelOpt "
-            "write them. Some files count hidden states there (2, L/2, L - 3); if acceptance is "
-            "poor, subtract 1 from each."
+            "write them. Some files count hidden states there (2, L/2, L - 3): `dspark-hf probe` "
+            "tells; then subtract 1 from each."
         )
     return nested
