@@ -56,6 +56,7 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
     width = reader.require("block_width", "block_size")
     shape = block_layout(reader, width, _anchor_predicts(reader, width, layout), layout)
     target_width = reader.get("target_hidden_size", "target_hidden_size")
+    matrices: dict[str, Any] = stored_matrices(reader)
     config = DSparkConfig(
         backbone_config=body,
         mask_token_id=reader.require("mask_token_id", "mask_token_id"),
@@ -68,7 +69,7 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
         causal_layers=_causal_layers(reader, body),
         # Heads of this container were trained on plain embedding rows whatever the target does.
         unscaled_input_embeddings=True,
-        **stored_matrices(reader),
+        **matrices,
         architectures=["DSparkDrafter"],
         dtype=reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
         **shape,
