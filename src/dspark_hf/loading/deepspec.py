@@ -84,7 +84,8 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
     is_gemma = backbone == "gemma4_text"
     cap = reader.get("final_logit_softcapping", "final_logit_softcapping") if is_gemma else None
     # Not DeepSpec's key: a SpecForge drafter that was repacked in this layout brings it along.
-    causal = reader.flag("causal", "is_causal", "dflash_config.is_causal")
+    places = ("is_causal", "dflash_config.is_causal", "dflash_config.causal")
+    causal = reader.flag("causal", *places)
     draft_vocab_size = draft_vocabulary(reader, facts["vocab_size"])
     config = DSparkConfig(
         backbone_config=body,
