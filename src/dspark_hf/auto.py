@@ -133,14 +133,20 @@ def _wrap_read_config(original):
 
 def _drafter_at(source: Any, options: dict[str, Any]) -> str | None:
     """What kind of published drafter a folder or Hub id holds, `None` for anything else."""
-    from .loading.detection import DRAFTER_ARCHITECTURES, architecture_of, is_foreign_drafter
+    from .loading.detection import (
+        DRAFTER_ARCHITECTURES,
+        OWN_LAYOUTS,
+        architecture_of,
+        is_foreign_drafter,
+    )
     from .loading.files import read_config
 
     try:
         raw = read_config(source, **_hub(options))
     except (OSError, ValueError):
         return None
-    if not is_foreign_drafter(raw):
+    # Our config classes say themselves what they cannot be.
+    if raw.get("model_type") in OWN_LAYOUTS or not is_foreign_drafter(raw):
         return None
     return DRAFTER_ARCHITECTURES.get(architecture_of(raw) or "", "a drafter")
 

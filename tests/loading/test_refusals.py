@@ -295,7 +295,7 @@ FOREIGN = {
         r"unknown layout \(architectures \['Mystery'\].*never runs code of a repository",
     ),
     "ordinary": (
-        {"architectures": ["Qwen3ForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM"], "markov_rank": ..., "target_layer_ids": ...},
         "unknown layout .*'qwen3'.*ordinary model, load it with AutoModelForCausalLM",
     ),
     "nameless": ({"architectures": ...}, "unknown layout .architectures None"),
