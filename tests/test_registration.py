@@ -358,7 +358,7 @@ def test_a_drafter_without_a_model_type_names_its_call(tmp_path, loader):
         loader.from_pretrained(folder)
     (folder / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="Unrecognized model"):
-        loader.from_pretrained(folder)
+        loader.from_pretrained(pretrained_model_name_or_path=folder)
 
 
 @pytest.mark.parametrize("key", ["dflash_config", "speculators_model_type"])

@@ -116,9 +116,11 @@ def uninstall_report(modeling_utils: ModuleType) -> None:
 
 
 def _wrap_read_config(original):
-    def from_pretrained(source, *args, **kwargs):
+    # The host's name of the first argument, which may be given by it.
+    def from_pretrained(pretrained_model_name_or_path, **kwargs):
+        source = pretrained_model_name_or_path
         try:
-            return original(source, *args, **kwargs)
+            return original(source, **kwargs)
         except (KeyError, ValueError) as error:
             what = _drafter_at(source, kwargs)
             if what is None:
