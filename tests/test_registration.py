@@ -350,15 +350,16 @@ def test_a_drafter_that_only_its_weights_give_away(tmp_path, architectures):
 
 @pytest.mark.parametrize("loader", [AutoConfig, AutoModelForCausalLM])
 def test_a_drafter_without_a_model_type_names_its_call(tmp_path, loader):
-    """B075: speculators files; another unknown file keeps the host's words."""
+    """B075: speculators files; another unknown file, and a target, keep the host's words."""
     from checkpoints import copy_checkpoint
 
     folder = copy_checkpoint(tmp_path, model_type=..., speculators_model_type="eagle3")
     with pytest.raises(ValueError, match=r"no class for\. .*Eagle3Drafter\.from_pretrained"):
         loader.from_pretrained(folder)
-    (folder / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="Unrecognized model"):
-        loader.from_pretrained(pretrained_model_name_or_path=folder)
+    for raw in ("{}", '{"dspark_block_size": 5}'):
+        (folder / "config.json").write_text(raw, encoding="utf-8")
+        with pytest.raises(ValueError, match="Unrecognized model"):
+            loader.from_pretrained(pretrained_model_name_or_path=folder)
 
 
 @pytest.mark.parametrize("key", ["dflash_config", "speculators_model_type"])

@@ -136,6 +136,7 @@ def _wrap_read_config(original):
 def _drafter_at(source: Any, options: dict[str, Any]) -> str | None:
     """What kind of published drafter a folder or Hub id holds, `None` for anything else."""
     from .loading.detection import (
+        DEEPSEEK_V4,
         DRAFTER_ARCHITECTURES,
         OWN_LAYOUTS,
         architecture_of,
@@ -147,8 +148,12 @@ def _drafter_at(source: Any, options: dict[str, Any]) -> str | None:
         raw = read_config(source, **_hub(options))
     except (OSError, ValueError):
         return None
-    # Our config classes say themselves what they cannot be.
-    if raw.get("model_type") in OWN_LAYOUTS or not is_foreign_drafter(raw):
+    # Our config classes say themselves what they cannot be; a drafter inside a target is no reason
+    # why the host cannot read that.
+    kind, is_target = str(raw.get("model_type")), any(key.startswith("dspark_") for key in raw)
+    if kind in OWN_LAYOUTS or kind.startswith(DEEPSEEK_V4) or is_target:
+        return None
+    if not is_foreign_drafter(raw):
         return None
     return DRAFTER_ARCHITECTURES.get(architecture_of(raw) or "", "a drafter")
 
