@@ -10,11 +10,14 @@ import torch
 from test_stopping import character_tokenizer
 from typer.testing import CliRunner
 
+from checkpoints import edit_config
+from dspark_hf import export_drafter
 from dspark_hf.cli import app, checking
 from dspark_hf.cli import models as cli_models
 from dspark_hf.cli.app import main
 from dspark_hf.exporting.deepseek_v4 import merge_into_target
 from dspark_hf.losslessness import first_divergence, greedy_gaps, sampling_distance
+from published import deepspec
 from tiny import make_drafter, make_eagle3, make_prompt, make_scripted, make_target
 from tiny_v4 import make_v4_drafter, make_v4_target
 
@@ -316,6 +319,24 @@ def test_export_of_an_eagle3_drafter(tmp_path):
     output = run("export", str(GOLDEN / PER_TAP), str(tmp_path / "out"), *options)
     assert "--speculative-algorithm EAGLE3" in output
     assert json.loads(run("inspect", str(tmp_path / "out"), "--json"))["dialect"] == "eagle3"
+
+
+def test_export_of_a_file_that_leaves_a_fact_out(pair, tmp_path):
+    """T1, T2: the depth of the target, from `--copy-from` or told; the block layout, told."""
+    out, files = str(tmp_path / "out"), tmp_path / "eagle3"
+    export_drafter(make_eagle3(num_target_layers=None), files, "speculators", target_name="o/t")
+    edit_config(files, eagle_aux_hidden_state_layer_ids=None)
+    make_target(num_hidden_layers=8).save_pretrained(tmp_path / "target")
+    arguments = ("export", str(files), out, "--layout", "speculators", "--target-name", "o/t")
+    for told in (("--num-target-layers", "8"), ("--copy-from", str(tmp_path / "target"))):
+        run(*arguments, *told)
+        assert json.loads(run("inspect", out, "--json"))["target_layer_ids"] == [1, 3, 4]
+    assert "num_target_layers=" in str(RUNNER.invoke(app, list(arguments)).exception)
+    fork = tmp_path / "fork"
+    deepspec(fork, architectures=["DFlashDraftModel"], training_block_size=9)
+    told = ("--layout", "dspark", "--block-layout", "infill")
+    run("export", str(fork), out, *told)
+    assert json.loads(run("inspect", out, "--json"))["anchor_predicts"] is False
 
 
 def test_probe_prints_its_evidence(pair, tmp_path):

@@ -273,6 +273,17 @@ def test_shards_and_calibration_travel(tmp_path):
     assert torch.equal(block_of(loaded).tokens, block_of(drafter).tokens)
 
 
+@pytest.mark.parametrize("sampling", [None, "greedy"])
+def test_how_a_headless_drafter_draws_is_kept(tmp_path, sampling):
+    """T23: files of the speculators layout draft by argmax where nothing is said."""
+    drafter = make_drafter(markov=None, confidence=False)
+    drafter.generation_config.dspark_draft_sampling = sampling
+    export_drafter(drafter, tmp_path, "speculators", target_name=NAME)
+    loaded = DSparkDrafter.from_pretrained(tmp_path)
+    assert loaded.generation_config.dspark_draft_sampling == (sampling or "sample")
+    assert drafter.generation_config.dspark_draft_sampling == sampling
+
+
 def test_our_own_layout_gets_a_card_too(tmp_path):
     drafter = make_drafter()
     export_drafter(drafter, tmp_path, "dspark", target_name=NAME)

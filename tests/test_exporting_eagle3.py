@@ -3,8 +3,9 @@
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
-from transformers import LlamaConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.pipelines import base
 
 from checkpoints import (
     EAGLE3,
@@ -238,3 +239,27 @@ def test_a_stated_norm_without_its_tensors(tmp_path, key):
     edit_config(tmp_path, **{key: True})
     with pytest.raises(ValueError, match=f"{key} = True, and the weights lack the tensors"):
         Eagle3Drafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ...], ids=["plain", "none"])
+def test_a_drafter_under_the_config_of_a_plain_llama(tmp_path, layer, architectures):
+    """B075, T19: its tensors tell; every way to it reads it, and no host class takes it."""
+    drafter = make_llama(num_target_layers=8, block_size=7)
+    target = make_target(num_hidden_layers=8)
+    export_drafter(drafter, tmp_path, "eagle3", target=target, target_name=NAME)
+    stored = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("midlayer.", layer): value for name, value in stored.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = ("draft_vocab_size", "eagle_config", "fc_norm", "num_target_layers", "ttt_length")
+    dropped = dict.fromkeys((*ours, "target_hidden_size"), ...)
+    edit_config(tmp_path, architectures=architectures, **dropped)
+    folder = str(tmp_path)
+    loaded = Eagle3Drafter.from_pretrained(folder, num_target_layers=8)
+    assert loaded.config.target_layer_ids == [1, 3, 4]
+    torch.testing.assert_close(logits_of(loaded), logits_of(drafter, target))
+    assert describe(folder, num_target_layers=8)["dialect"] == "eagle3"
+    assert type(base.load_assistant_model(target, folder, None)[0]) is Eagle3Drafter
+    for loader in (AutoModelForCausalLM, LlamaForCausalLM):
+        with pytest.raises(ValueError, match=r"is a drafter \(its weights.*Eagle3Drafter\.from"):
+            loader.from_pretrained(folder)

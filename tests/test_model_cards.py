@@ -43,8 +43,8 @@ def paper_tables():
         header, *rows = csv.reader(file)
     tables = {}
     for target, *row in rows:
-        for method in ("dspark", "dflash"):
-            name = f"{method}_{target.lower().replace('-', '_')}_block7"
+        for method, unit in (("dspark", "block7"), ("dflash", "block7"), ("eagle3", "ttt7")):
+            name = f"{method}_{target.lower().replace('-', '_')}_{unit}"
             tables.setdefault(name, [header[1:]]).append(row)
     return tables
 

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from dspark_hf import DSparkDrafter, probe_layout
+from dspark_hf import DSparkDrafter, Eagle3Drafter, probe_layout
 from dspark_hf.generation.taps import TargetTaps
 from dspark_hf.probing import LayoutReading, combine
 from published import make_block_drafter
-from tiny import VOCAB, make_drafter, make_prompt, make_target
+from tiny import VOCAB, make_drafter, make_eagle3, make_prompt, make_target
 
 PROMPT = make_prompt(6)
 
@@ -112,6 +112,42 @@ def test_a_drafter_that_predicts_from_its_anchor_slot(stated):
     by_layout = {item.reading.anchor_predicts: item for item in reversed(result.evidence)}
     assert by_layout[True].agreement[0] == 1.0
     assert by_layout[False].agreement[0] < 0.5
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_the_taps_of_an_eagle3_drafter(monkeypatch, offset):
+    """T2: the two countings of `eagle_config` are told apart; nothing else is tried."""
+    target = make_target()
+    text = transcript(target)
+    drafter = make_eagle3(taps=(1, 2), block_size=3)
+    layers = [layer + offset for layer in drafter.config.target_layer_ids]
+    with torch.no_grad(), TargetTaps(target, layers) as taps:
+        target(text, use_cache=False)
+        right_features = taps.take()
+    extend, draft = Eagle3Drafter.extend, Eagle3Drafter.draft
+
+    def spying(self, context, features, token_ids):
+        start = getattr(context, "seen", 0)
+        context.seen = start + features.shape[1]
+        # Each position comes with the token behind it.
+        assert torch.equal(token_ids, text[:, start + 1 : context.seen + 1])
+        extend(self, context, features, token_ids)
+        known = right_features[:, start : context.seen]
+        context.is_right = torch.allclose(features, known, atol=1e-5)
+
+    def drafting(self, context, anchor_ids, **kwargs):
+        block = draft(self, context, anchor_ids, **kwargs)
+        tokens = text[:, context.seen + 1 : context.seen + 4].clone()
+        if not context.is_right:
+            tokens[:, 1:] = (tokens[:, 1:] + 1) % VOCAB
+        return dataclasses.replace(block, tokens=tokens)
+
+    monkeypatch.setattr(Eagle3Drafter, "extend", spying)
+    monkeypatch.setattr(Eagle3Drafter, "draft", drafting)
+    result = probe_layout(target, drafter, text, first_anchor=5, num_anchors=12)
+    assert result.best == LayoutReading(True, offset, True)
+    assert result.decided
+    assert [len(result.evidence), result.evidence[0].accepted_length] == [3, 4.0]
 
 
 def test_a_drafter_that_knows_nothing_decides_nothing():

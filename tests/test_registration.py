@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers.modeling_utils as modeling_utils
 import transformers.models.auto.auto_factory as auto_factory
+import transformers.models.auto.configuration_auto as configuration_auto
 import transformers.pipelines.base as pipelines_base
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.generation import GenerationMixin
 
 import dspark_hf
 from checkpoints import DFLASH, GEMMA4, GOLDEN, LAYOUTS, VANILLA, copy_checkpoint
-from dspark_hf import DSparkDrafter, auto, pipelines
+from dspark_hf import DSparkDrafter, UnsupportedCheckpointError, auto, pipelines
 from dspark_hf._registration import HOOKS, _HookFinder, register
 from dspark_hf.generation import hook
 from tiny import make_drafter, make_prompt, make_target
@@ -235,6 +237,8 @@ def test_registering_again_changes_nothing():
         GenerationMixin._assisted_decoding,
         GenerationMixin._validate_generation_mode,
         auto_factory._get_model_class,
+        AutoConfig.from_pretrained,
+        modeling_utils.log_state_dict_report,
         pipelines_base.load_assistant_model,
     )
     for _ in range(2):
@@ -243,6 +247,8 @@ def test_registering_again_changes_nothing():
         GenerationMixin._assisted_decoding,
         GenerationMixin._validate_generation_mode,
         auto_factory._get_model_class,
+        AutoConfig.from_pretrained,
+        modeling_utils.log_state_dict_report,
         pipelines_base.load_assistant_model,
     )
     for function in functions:
@@ -252,6 +258,12 @@ def test_registering_again_changes_nothing():
     assert all(name in sys.modules for name in HOOKS)
 
 
+def uninstall_auto():
+    auto.uninstall(auto_factory)
+    auto.uninstall_config(configuration_auto)
+    auto.uninstall_report(modeling_utils)
+
+
 def test_uninstalling_puts_the_hosts_functions_back(tmp_path):
     """B103: as if the package had not been imported; then installed again."""
     folder = copy_checkpoint(tmp_path)
@@ -259,16 +271,20 @@ def test_uninstalling_puts_the_hosts_functions_back(tmp_path):
         "decode": GenerationMixin._assisted_decoding.dspark_original,
         "validate": GenerationMixin._validate_generation_mode.dspark_original,
         "auto": auto_factory._get_model_class.dspark_original,
+        "config": AutoConfig.from_pretrained.dspark_original,
+        "report": modeling_utils.log_state_dict_report.dspark_original,
         "pipeline": pipelines_base.load_assistant_model.dspark_original,
     }
     try:
         hook.uninstall(GenerationMixin)
-        auto.uninstall(auto_factory)
+        uninstall_auto()
         pipelines.uninstall(pipelines_base)
         assert originals == {
             "decode": GenerationMixin._assisted_decoding,
             "validate": GenerationMixin._validate_generation_mode,
             "auto": auto_factory._get_model_class,
+            "config": AutoConfig.from_pretrained,
+            "report": modeling_utils.log_state_dict_report,
             "pipeline": pipelines_base.load_assistant_model,
         }
         # The host's own behaviour, which our hook is there to prevent.
@@ -276,7 +292,7 @@ def test_uninstalling_puts_the_hosts_functions_back(tmp_path):
         assert type(mistaken) is Qwen3ForCausalLM
         # Twice is the same as once.
         hook.uninstall(GenerationMixin)
-        auto.uninstall(auto_factory)
+        uninstall_auto()
         pipelines.uninstall(pipelines_base)
     finally:
         register()
@@ -314,6 +330,36 @@ def test_other_published_drafters_are_no_small_models_either(architecture, tmp_p
     folder = copy_checkpoint(tmp_path / "drafter", architectures=[architecture])
     with pytest.raises(ValueError, match=rf"drafter \({architecture}\)"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("architectures", [..., ["Qwen3ForCausalLM"]], ids=["none", "plain"])
+def test_a_drafter_that_only_its_weights_give_away(tmp_path, architectures):
+    """B075, T19: also for a class that is named and not looked for, as pipelines do."""
+    from checkpoints import copy_checkpoint
+
+    folder = copy_checkpoint(tmp_path, architectures=architectures)
+    message = (
+        r"fc\.weight and hidden_norm\.weight\).*in part random.*DSparkDrafter\.from_pretrained"
+    )
+    for loader in (AutoModelForCausalLM, Qwen3ForCausalLM):
+        with pytest.raises(ValueError, match=message):
+            loader.from_pretrained(folder)
+    with pytest.raises(UnsupportedCheckpointError, match=r"keys of a drafter \(markov_rank"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("loader", [AutoConfig, AutoModelForCausalLM])
+def test_a_drafter_without_a_model_type_names_its_call(tmp_path, loader):
+    """B075: speculators files; another unknown file, and a target, keep the host's words."""
+    from checkpoints import copy_checkpoint
+
+    folder = copy_checkpoint(tmp_path, model_type=..., speculators_model_type="eagle3")
+    with pytest.raises(ValueError, match=r"no class for\. .*Eagle3Drafter\.from_pretrained"):
+        loader.from_pretrained(folder)
+    for raw in ("{}", '{"dspark_block_size": 5}'):
+        (folder / "config.json").write_text(raw, encoding="utf-8")
+        with pytest.raises(ValueError, match="Unrecognized model"):
+            loader.from_pretrained(pretrained_model_name_or_path=folder)
 
 
 @pytest.mark.parametrize("key", ["dflash_config", "speculators_model_type"])

@@ -41,6 +41,13 @@ def _on_auto_config(module: ModuleType) -> None:
     from . import auto
 
     auto.register_config(module)
+    auto.install_config(module)
+
+
+def _on_modeling(module: ModuleType) -> None:
+    from . import auto
+
+    auto.install_report(module)
 
 
 def _on_auto_models(module: ModuleType) -> None:
@@ -54,6 +61,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.generation.utils": _on_generation,
     "transformers.pipelines.base": _on_pipelines,
     "transformers.models.auto.configuration_auto": _on_auto_config,
+    "transformers.modeling_utils": _on_modeling,
     "transformers.models.auto.auto_factory": _on_auto,
     "transformers.models.auto.modeling_auto": _on_auto_models,
 }

@@ -53,13 +53,14 @@ def _load_drafter(model: Any, assistant: Any) -> Any:
     assistant = os.fspath(assistant)
     from .auto import drafter_class
     from .loading.detection import is_foreign_drafter, is_own_layout
-    from .loading.files import read_config
+    from .loading.files import names_that_tell, read_config
     from .loading.reading import UnknownDepthError
 
     raw = read_config(assistant)
-    if not is_own_layout(raw) and not is_foreign_drafter(raw):
+    names = names_that_tell(raw, assistant)
+    if not is_own_layout(raw) and not is_foreign_drafter(raw, names):
         return None
-    cls = drafter_class(raw)
+    cls = drafter_class(raw, names)
     try:
         drafter = cls.from_pretrained(assistant, dtype=model.dtype)
     except UnknownDepthError:

@@ -1,5 +1,6 @@
 """
-How a drafter's blocks are laid out, found by drafting along a text that the target wrote.
+How a drafter's blocks are laid out and where its taps are, found by drafting along a text that the
+target wrote.
 
 A wrong layout, tap or mask never fails: it only lowers the accepted length. So each reading of the
 checkpoint drafts greedily behind the same anchors of a transcript, and the tokens are compared with
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .generation.checks import check_pairing
 from .generation.taps import TargetTaps
+from .modeling_drafter import DrafterModel
 from .modeling_dspark import DSparkDrafter
 
 # Differences below so many standard errors decide nothing.
@@ -31,6 +33,8 @@ class LayoutReading:
         anchor_predicts (`bool`): whether the anchor slot predicts the first draft token.
         tap_offset (`int`): added to every tap of the drafter's config.
         causal (`bool`): whether slots see earlier slots of their block only.
+
+    A drafter of one token after the other is both by its nature; only its taps can be read wrongly.
     """
 
     anchor_predicts: bool
@@ -68,8 +72,8 @@ class ProbeResult:
         best ([`LayoutReading`]):
             the reading with the longest agreement; the stated one if none leads it beyond chance.
         decided (`bool`):
-            whether `best` leads every reading of another block layout by more than twice the
-            standard error of the difference.
+            whether `best` leads every reading of another block layout (where there is one layout
+            only: of other taps) by more than twice the standard error of the difference.
         evidence (`list[Evidence]`): every reading, best first.
     """
 
@@ -96,7 +100,7 @@ class ProbeResult:
 @torch.no_grad()
 def probe_layout(
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: DrafterModel,
     token_ids: torch.Tensor,
     first_anchor: int = 1,
     num_anchors: int = 64,
@@ -105,11 +109,12 @@ def probe_layout(
     Compare readings of a drafter by their agreement with a text of the target.
 
     Readings are tried one fact at a time, each with the best value of the facts before it: block
-    layout, taps one layer up or down, causal or not. Nothing of the drafter or the target changes.
+    layout, taps one layer up or down, causal or not; of an Eagle3 drafter the taps alone. Nothing
+    of the drafter or the target changes.
 
     Args:
         target (`PreTrainedModel`): the drafter's target.
-        drafter ([`DSparkDrafter`]): the drafter, read in any way.
+        drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]): the drafter, read in any way.
         token_ids (`torch.Tensor` of shape `(1, L)`): a text that the target wrote greedily.
         first_anchor (`int`, *optional*, defaults to 1):
             Position of the first anchor: the last token of the prompt.
@@ -119,9 +124,10 @@ def probe_layout(
         `ValueError`: the pair does not fit, or the text is too short for one block.
     """
     check_pairing(target, drafter)
-    config, width = drafter.config, drafter.config.block_width
+    config: Any = drafter.config
+    is_block = isinstance(drafter, DSparkDrafter)
     # The tokens that both layouts draft.
-    counted = max(width - 1, 1)
+    counted = max(config.block_width - 1, 1) if is_block else config.block_size
     is_text = token_ids.dim() == 2 and token_ids.shape[0] == 1
     last = token_ids.shape[-1] - 1 - counted
     if not is_text or last < max(first_anchor, 1):
@@ -131,7 +137,9 @@ def probe_layout(
         )
     anchors = torch.linspace(max(first_anchor, 1), last, min(num_anchors, last)).long().unique()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    stated = LayoutReading(config.anchor_predicts, 0, bool(config.causal_layers))
+    stated = LayoutReading(True, 0, True)
+    if is_block:
+        stated = LayoutReading(config.anchor_predicts, 0, bool(config.causal_layers))
     offsets = [
         offset
         for offset in (-1, 0, 1)
@@ -155,11 +163,11 @@ def probe_layout(
         return tried[reading]
 
     best = measure(stated)
-    alternatives: list[tuple[str, list[Any]]] = [
-        ("anchor_predicts", [True, False] if width > 1 else [True]),
-        ("tap_offset", offsets),
-        ("causal", [True, False]),
-    ]
+    alternatives: list[tuple[str, list[Any]]] = [("tap_offset", offsets)]
+    if is_block:
+        layouts = [True, False] if config.block_width > 1 else [True]
+        alternatives.insert(0, ("anchor_predicts", layouts))
+        alternatives.append(("causal", [True, False]))
     for name, values in alternatives:
         found = [measure(replace(best.reading, **{name: value})) for value in values]
         best = max([best, *found], key=lambda evidence: evidence.accepted_length)
@@ -189,11 +197,14 @@ def _judge(stated: LayoutReading, tried: list[Evidence]) -> ProbeResult:
     own = next(e for e in evidence if e.reading == stated)
     best = best if _leads(best, own) else own
     others = [e for e in evidence if e.reading.anchor_predicts != best.reading.anchor_predicts]
+    others = others or [e for e in evidence if e.reading.tap_offset != best.reading.tap_offset]
     return ProbeResult(stated, best.reading, all(_leads(best, other) for other in others), evidence)
 
 
-def _read_as(drafter: DSparkDrafter, reading: LayoutReading) -> DSparkDrafter:
+def _read_as(drafter: DrafterModel, reading: LayoutReading) -> Any:
     """The same modules under another reading; the drafter itself is left as it is."""
+    if not isinstance(drafter, DSparkDrafter):
+        return drafter
     width = drafter.config.block_width
     variant = copy.copy(drafter)
     variant.config = copy.deepcopy(drafter.config)
@@ -207,7 +218,7 @@ def _read_as(drafter: DSparkDrafter, reading: LayoutReading) -> DSparkDrafter:
 
 
 def _features(
-    target: PreTrainedModel, drafter: DSparkDrafter, token_ids: torch.Tensor, offsets: list[int]
+    target: PreTrainedModel, drafter: DrafterModel, token_ids: torch.Tensor, offsets: list[int]
 ) -> dict[int, torch.Tensor]:
     """Context features `(1, L, n·H)` of the text, for every offset of the taps."""
     taps = drafter.config.target_layer_ids
@@ -221,7 +232,7 @@ def _features(
 
 
 def _agreement(
-    drafter: DSparkDrafter,
+    drafter: Any,
     reading: LayoutReading,
     target: PreTrainedModel,
     features: torch.Tensor,
@@ -231,7 +242,10 @@ def _agreement(
 ) -> Evidence:
     context, position, matches = drafter.new_context(1, target=target), 0, []
     for anchor in anchors.tolist():
-        drafter.extend(context, features[:, position:anchor])
+        # A token-by-token drafter reads each position with the token behind it.
+        following = token_ids[:, position + 1 : anchor + 1].to(drafter.device)
+        paired = {"token_ids": following} if drafter.is_autoregressive else {}
+        drafter.extend(context, features[:, position:anchor], **paired)
         position = anchor
         drafted = drafter.draft(context, token_ids[:, anchor]).tokens[0, :counted]
         text = token_ids[0, anchor + 1 : anchor + 1 + counted].to(drafted.device)

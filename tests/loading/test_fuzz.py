@@ -22,11 +22,13 @@ from checkpoints import (
     copy_folder,
     read_json,
 )
-from dspark_hf import DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError
+from dspark_hf import DSparkDrafter, Eagle3Drafter, UnsupportedCheckpointError, export_drafter
 from dspark_hf.loading.checkpoint import read_facts
+from dspark_hf.loading.description import describe
 from dspark_hf.loading.reading import UndecidedLayoutError, UnknownDepthError
-from published import lfm2, modelopt, specforge, zlab
-from tiny import make_drafter, make_eagle3
+from published import deepspec, lfm2, modelopt, specforge, zlab
+from test_exporting_eagle3 import make_llama
+from tiny import make_drafter, make_eagle3, make_target
 from tiny_v4 import V4
 
 SPECULATORS = GOLDEN.parent / "golden_speculators"
@@ -103,6 +105,9 @@ def sources(folder):
     copy_checkpoint(folder / EAGLE3, EAGLE3)
     copy_folder(SPECULATORS / "eagle3_qwen3_full", folder / "eagle3_speculators")
     embedded(folder / V4)
+    deepspec(folder / "fork", architectures=["DFlashDraftModel"])
+    chain = make_llama(draft_vocab_size=40, feature_norm="per_tap")
+    export_drafter(chain, folder / "eagle3_chain", "eagle3", target=make_target())
     return sorted(path for path in folder.iterdir() if path.is_dir())
 
 
@@ -167,9 +172,25 @@ def checkpoints(tmp_path_factory):
 
 def test_every_source_is_read(checkpoints):
     """Otherwise the mutations below would show nothing."""
-    assert len(checkpoints) == 16
+    assert len(checkpoints) == 18
     assert all(facts is not None for _, _, facts in checkpoints)
-    assert len({facts.dialect for _, _, facts in checkpoints}) == 11
+    assert len({facts.dialect for _, _, facts in checkpoints}) == 13
+
+
+def test_a_description_says_where_every_fact_comes_from(checkpoints):
+    """Of every layout: a key of config.json that is there, or what it follows from."""
+    for folder, raw, _ in checkpoints:
+        found = describe(str(folder))
+        facts = list(found)[3 : list(found).index("num_tensors")]
+        assert facts[0] == "family"
+        assert facts[-1] == "draft_sampling"
+        paths = {".".join(path) for path in paths_of(raw)}
+        for fact in facts:
+            origin = found["origins"][fact]
+            assert origin.startswith("= ") or origin.split(" (")[0] in paths, (folder.name, fact)
+        origins = found["origins"]
+        assert not origins["target_layer_ids"].startswith("="), folder.name
+        assert origins["vocab_size"] in paths, folder.name
 
 
 def test_mutated_configs(checkpoints):

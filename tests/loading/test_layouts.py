@@ -379,6 +379,37 @@ def test_errors_use_the_names_of_the_files(tmp_path):
         DSparkDrafter.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_said"),
+    [
+        ({"use_sliding_window": ...}, True),
+        ({"use_sliding_window": True}, True),
+        ({"use_sliding_window": False}, False),
+        ({"use_sliding_window": ..., "dflash_config.use_swa": True}, False),
+        ({"use_sliding_window": True, "layer_types": ..., "max_window_layers": 0}, False),
+    ],
+    ids=str,
+)
+def test_a_window_that_no_layer_has_is_said(tmp_path, changes, is_said):
+    """T13: ModelOpt's files keep layers of full attention beside a window for all of them."""
+    folder, _ = modelopt(tmp_path)
+    edit_config(folder, sliding_window=5, **changes)
+    facts = describe(str(folder))
+    assert [bool(facts["warnings"]), set(facts["windows"]) == {None}] in (
+        [[True, True]] if is_said else [[False, False], [False, True]]
+    )
+
+
+@pytest.mark.parametrize("key", ["is_causal", "dflash_config.is_causal", "dflash_config.causal"])
+@pytest.mark.parametrize("write", [specforge, deepspec])
+def test_every_place_of_the_causal_flag_counts(tmp_path, write, key):
+    """T13: repacked or not."""
+    folder, _ = write(tmp_path)
+    edit_config(folder, dflash_config=read_json(folder / "config.json").get("dflash_config", {}))
+    edit_config(folder, **{key: True})
+    assert describe(str(folder))["causal_layers"] == [0, 1]
+
+
 def test_a_window_that_is_asked_for_and_not_given(tmp_path):
     """T13."""
     folder, _ = modelopt(tmp_path)
@@ -462,6 +493,14 @@ def test_a_soft_cap_is_applied(tmp_path):
 
 
 # -- drafting defaults -----------------------------------------------------------------------------
+
+
+def test_a_tied_head_that_is_not_stored_is_said(tmp_path):
+    """T18: it would be the stored embedding for the host, and is the target's here."""
+    folder, _ = deepspec(tmp_path, stored=True, tie_word_embeddings=True)
+    assert describe(str(folder))["warnings"] == []
+    edit_tensors(folder, drop=("lm_head.weight",))
+    assert "the head is the target's" in describe(str(folder))["warnings"][0]
 
 
 def test_headless_drafters_of_this_family_draft_by_argmax(tmp_path):

@@ -295,7 +295,7 @@ FOREIGN = {
         r"unknown layout \(architectures \['Mystery'\].*never runs code of a repository",
     ),
     "ordinary": (
-        {"architectures": ["Qwen3ForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM"], "markov_rank": ..., "target_layer_ids": ...},
         "unknown layout .*'qwen3'.*ordinary model, load it with AutoModelForCausalLM",
     ),
     "nameless": ({"architectures": ...}, "unknown layout .architectures None"),
@@ -327,9 +327,9 @@ def test_an_embedded_drafter_that_only_its_tensors_tell(tmp_path, tensor):
     refuse(folder, "target with an embedded DSpark drafter", UnsupportedCheckpointError)
 
 
-def test_an_eagle3_drafter_that_only_its_tensors_tell():
-    """B075: an ordinary config, `midlayer.*` tensors."""
-    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+def test_a_plain_config_without_drafter_tensors():
+    """B075: an ordinary one-layer model is no EAGLE-3 drafter."""
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     assert detect_dialect(raw, "here", ["midlayer.input_layernorm.weight"]) == "eagle3"
     with pytest.raises(UnsupportedCheckpointError, match="unknown layout"):
         detect_dialect(raw, "here", ["model.norm.weight"])

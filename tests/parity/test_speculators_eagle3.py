@@ -183,6 +183,8 @@ def test_tap_ids_that_may_count_hidden_states_are_said(tmp_path):
     ("section", "message"),
     [
         ({"use_aux_hidden_state": False}, "last hidden state alone"),
+        ({"parallel_draft_step": 4}, r"eagle_config\.parallel_draft_step 4, which is not read"),
+        ({"use_last_layernorm": False}, r"eagle_config\.use_last_layernorm false, which is not"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, -2]}, "count the target's layers from 0"),
         ({"norm_before_fc": True}, "norm_before_fc = True, and the weights lack"),
         ({"norm_before_residual": "no"}, r"eagle_config\.norm_before_residual = 'no', and it can"),
@@ -194,6 +196,21 @@ def test_what_eagle_config_says_is_not_passed_over(tmp_path, section, message):
     folder = chain_file(tmp_path, LLAMA, eagle_config={**taps, **section})
     with pytest.raises(ValueError, match=message):
         Eagle3Drafter.from_pretrained(folder)
+
+
+def test_keys_of_a_chain_file_that_do_not_count_are_said(tmp_path):
+    """T2, T13: a copied target's layers, a key that nobody knows; tap ids in DeepSpec's place."""
+    taps = {"eagle_config": {"unheard": 1}, "target_layer_ids": [1, 3, 6]}
+    copied = {"num_hidden_layers": 36, "layer_types": ["sliding_attention"] * 36}
+    window = {"sliding_window": 4, "use_sliding_window": True}
+    facts = describe(str(chain_file(tmp_path, LLAMA, **taps, **copied, **window)))
+    assert facts["target_layer_ids"] == [1, 3, 6]
+    assert "eagle_config.unheard" in facts["ignored_config_keys"]
+    depth, kinds = facts["warnings"]
+    assert "num_hidden_layers is 36" in depth
+    assert "attends to all positions" in kinds
+    with pytest.raises(ValueError, match=r"target_layer_ids = \[1, 3, 5\]"):
+        describe(str(chain_file(tmp_path, LLAMA, target_layer_ids=[1, 3, 5])))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from .options import (
+    DepthOption,
     Drafter,
     Dtype,
     DtypeOption,
@@ -103,9 +104,7 @@ def inspect(
         str | None,
         typer.Option(help="anchor_first or infill, over what the checkpoint says."),
     ] = None,
-    num_target_layers: Annotated[
-        int | None, typer.Option(help="Depth of the target, for EAGLE-3 files that need it.")
-    ] = None,
+    num_target_layers: DepthOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a drafter checkpoint is, reading only its config and tensor headers."""
@@ -132,7 +131,7 @@ def probe(
     threads: Threads = 0,
     json_path: Json = None,
 ) -> None:
-    """Find out how a drafter's blocks are laid out, by drafting along the target's own text."""
+    """Find out a drafter's block layout and taps, by drafting along the target's own text."""
     from .probing import run_probe
 
     result = run_probe(
@@ -173,6 +172,11 @@ def export(
     license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
     push: Annotated[str | None, typer.Option(help="Hub repository to upload to.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+    block_layout: Annotated[
+        str | None,
+        typer.Option(help="anchor_first or infill, over what the drafter's files say."),
+    ] = None,
+    num_target_layers: DepthOption = None,
 ) -> None:
     """Write a drafter in a layout that other engines serve, with a model card."""
     from .exporting import run_export
@@ -188,6 +192,8 @@ def export(
         license=license,
         push=push,
         private=private,
+        block_layout=block_layout,
+        num_target_layers=num_target_layers,
     )
 
 

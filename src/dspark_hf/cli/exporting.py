@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from ..auto import drafter_class
+from ..auto import drafter_class_of
 from ..exporting.cards import read_result, serve_commands
 from ..exporting.export import export_drafter
-from ..loading.files import read_config
+from ..loading.reading import UnknownDepthError
 from .models import target_source
 
 
@@ -23,16 +23,25 @@ def run_export(
     copy_from: str | None,
     results: Sequence[Path],
     push: str | None,
+    block_layout: str | None,
+    num_target_layers: int | None,
     **options: Any,
 ) -> None:
     """Write the files, upload them if asked to, and print the commands that serve them."""
     facts: dict[str, Any] = {}
     for path in results:
         facts |= read_result(path)
-    model = drafter_class(read_config(drafter)).from_pretrained(drafter, dtype="auto")
     target, name = None, target_name or copy_from
     if copy_from is not None:
         target = AutoModelForCausalLM.from_pretrained(target_source(copy_from), dtype="auto")
+    load, told = drafter_class_of(drafter).from_pretrained, {"block_layout": block_layout}
+    try:
+        model = load(drafter, dtype="auto", num_target_layers=num_target_layers, **told)
+    except UnknownDepthError:
+        if target is None:
+            raise
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        model = load(drafter, dtype="auto", num_target_layers=depth, **told)
     written = export_drafter(
         model,
         folder,

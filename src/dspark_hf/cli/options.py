@@ -51,6 +51,9 @@ def write_json(console: Console, path: Path | None, result: dict) -> None:
 Target = Annotated[str, typer.Option(help="Target model: Hub id or folder.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: Hub id or folder.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of target and drafter.")]
+DepthOption = Annotated[
+    int | None, typer.Option(help="Depth of the target, for EAGLE-3 files that need it.")
+]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0, help="Of the target; 0 is greedy.")]

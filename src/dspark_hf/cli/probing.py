@@ -1,4 +1,4 @@
-"""`dspark-hf probe`: how a drafter's blocks are laid out, by drafting along the target's text."""
+"""`dspark-hf probe`: how a drafter is to be read, by drafting along the target's text."""
 
 import logging
 from pathlib import Path
@@ -9,10 +9,10 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig
 
-from ..auto import drafter_class
+from ..auto import drafter_class_of
 from ..evaluation.prompts import encode_prompt
-from ..loading.files import read_config
 from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError, UnknownDepthError
+from ..modeling_drafter import DrafterModel
 from ..modeling_dspark import DSparkDrafter
 from ..probing import ProbeResult, combine, probe_layout
 
@@ -25,7 +25,7 @@ def load_drafter(source: str, dtype: Any, target: str) -> tuple[Any, bool]:
     read as anchor-first until it is probed. Taps that follow from the depth of the target are taken
     from its config, at `target`.
     """
-    cls = drafter_class(read_config(source))
+    cls = drafter_class_of(source)
     try:
         return cls.from_pretrained(source, dtype=dtype), True
     except UndecidedLayoutError:
@@ -78,15 +78,13 @@ def run_probe(
 
     texts = read_prompts(prompts, num_prompts) if prompts else list(DEFAULT_PROMPTS[:num_prompts])
     pair = load_pair(target, drafter, dtype, threads, settle=False)
-    if not isinstance(pair.drafter, DSparkDrafter):
-        raise ValueError(f"{drafter} drafts token by token and has no block layout to probe.")
     result = _probe(
         pair.target, pair.tokenizer, pair.drafter, texts, max_new_tokens, num_anchors, console
     )
-    console.print(_table(result))
-    advice = f"block_layout={layout_name(result.best.anchor_predicts)!r}"
+    is_block = isinstance(pair.drafter, DSparkDrafter)
+    console.print(_table(result, is_block))
     if result.best != result.stated:
-        console.print(f"[bold]Another reading agrees better.[/] {_difference(result)} ({advice})")
+        console.print(f"[bold]Another reading agrees better.[/] {_difference(result)}")
     elif result.decided:
         console.print("The drafter is read as it agrees best.")
     else:
@@ -97,7 +95,7 @@ def run_probe(
 def _probe(
     target: Any,
     tokenizer: Any,
-    drafter: DSparkDrafter,
+    drafter: DrafterModel,
     texts: list[str],
     max_new_tokens: int,
     num_anchors: int,
@@ -116,25 +114,30 @@ def _difference(result: ProbeResult) -> str:
     best, stated = result.best, result.stated
     parts = []
     if best.anchor_predicts != stated.anchor_predicts:
-        parts.append(f"blocks are {layout_name(best.anchor_predicts)}")
+        name = layout_name(best.anchor_predicts)
+        parts.append(f"blocks are {name} (block_layout={name!r})")
     if best.tap_offset:
-        parts.append(f"taps lie {best.tap_offset:+d} layer from where they are read")
+        parts.append(
+            f"taps lie {best.tap_offset:+d} layer from where they are read (add "
+            f"{best.tap_offset:+d} to each tap id in config.json)"
+        )
     if best.causal != stated.causal:
         parts.append("blocks are causal" if best.causal else "blocks are bidirectional")
-    return "; ".join(parts).capitalize() + "."
+    return "; ".join(parts) + "."
 
 
-def _table(result: ProbeResult) -> Table:
+def _table(result: ProbeResult, is_block: bool) -> Table:
     table = Table(title="agreement with the target's own text", title_justify="left")
     for heading in ("block layout", "taps", "block", "accepted length", "by position"):
         table.add_column(heading)
     for evidence in result.evidence:
         reading = evidence.reading
         marks = " ←" if reading == result.stated else ""
+        layout = layout_name(reading.anchor_predicts) if is_block else "token by token"
         table.add_row(
-            layout_name(reading.anchor_predicts) + marks,
+            layout + marks,
             f"{reading.tap_offset:+d}" if reading.tap_offset else "as read",
-            "causal" if reading.causal else "bidirectional",
+            ("causal" if reading.causal else "bidirectional") if is_block else "–",
             f"{evidence.accepted_length:.2f}",
             " ".join(f"{100 * share:.0f}%" for share in evidence.agreement),
         )

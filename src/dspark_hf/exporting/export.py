@@ -1,5 +1,6 @@
 """`export_drafter`: files, card and upload in one go."""
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..generation.checks import check_pairing
 from ..loading.saving import save_atomically
 from ..modeling_drafter import DrafterModel
 from ..modeling_eagle3 import Eagle3Drafter
-from .cards import build_card, read_result
+from .cards import build_card, kind_of, read_result
 from .eagle3 import chain_config, deepspec_eagle3_config, speculators_eagle3_config
 from .layouts import (
     CHAIN_EAGLE3,
@@ -132,9 +133,14 @@ def _write(
     (folder / "config.json").write_text(text, encoding="utf-8")
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
     # Calibration and thresholds travel with the drafter; a file without any would say nothing.
-    defaults = vars(drafter.generation_config)
-    if any(key.startswith("dspark_") and defaults[key] is not None for key in defaults):
-        drafter.generation_config.save_pretrained(folder)
+    defaults = copy.deepcopy(drafter.generation_config)
+    if layout == SPECULATORS and kind_of(drafter.config) == "DFlash":
+        # Those of this layout draft by argmax unless it is said.
+        defaults.dspark_draft_sampling = defaults.dspark_draft_sampling or "sample"
+    if any(
+        key.startswith("dspark_") and value is not None for key, value in vars(defaults).items()
+    ):
+        defaults.save_pretrained(folder)
     return {name: tuple(value.shape) for name, value in tensors.items()}
 
 

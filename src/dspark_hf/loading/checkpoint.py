@@ -28,6 +28,7 @@ from .files import (
     ID_TYPES,
     TensorInfo,
     fetch,
+    names_that_tell,
     read_config,
     read_tensors,
     read_tensors_remotely,
@@ -94,7 +95,7 @@ def read_facts(
     """
     raw = read_config(source, **hub)
     # Refuse foreign layouts before gigabytes travel; tensor names are looked at again below.
-    dialect = detect_dialect(raw, source)
+    dialect = detect_dialect(raw, source, names_that_tell(raw, source, **hub))
     _check_kind(cls, dialect, raw, source)
     wanted = deepseek_v4.is_stored_part if dialect == DEEPSEEK_V4 else None
     tensors = (read_tensors if download_weights else read_tensors_remotely)(source, wanted, **hub)

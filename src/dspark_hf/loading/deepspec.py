@@ -12,6 +12,7 @@ from .reading import (
     check_depth,
     draft_vocabulary,
     stated_layout,
+    stored_matrices,
     vocabulary_tensors,
 )
 
@@ -83,7 +84,8 @@ def read_deepspec(reader: ConfigReader, layout: str | None) -> Reading:
     is_gemma = backbone == "gemma4_text"
     cap = reader.get("final_logit_softcapping", "final_logit_softcapping") if is_gemma else None
     # Not DeepSpec's key: a SpecForge drafter that was repacked in this layout brings it along.
-    causal = reader.flag("causal", "is_causal", "dflash_config.is_causal")
+    places = ("is_causal", "dflash_config.is_causal", "dflash_config.causal")
+    causal = reader.flag("causal", *places)
     draft_vocab_size = draft_vocabulary(reader, facts["vocab_size"])
     config = DSparkConfig(
         backbone_config=body,
@@ -119,12 +121,8 @@ def deepspec_body(reader: ConfigReader, backbone: str) -> dict[str, Any]:
 def common_facts(reader: ConfigReader) -> dict[str, Any]:
     """What every flat layout states alike: stored matrices, precision, special tokens."""
     reader.ignore("architectures", "model_type", "tie_word_embeddings", *_TRAINING_KEYS)
-    for name, tensor in (("embedding", "embed_tokens.weight"), ("output head", "lm_head.weight")):
-        stored = tensor in reader.tensors
-        reader.by_rule(name, f"{tensor} is {'stored' if stored else 'absent: the target lends it'}")
     return {
-        "stores_input_embeddings": "embed_tokens.weight" in reader.tensors,
-        "stores_output_embeddings": "lm_head.weight" in reader.tensors,
+        **stored_matrices(reader),
         "dtype": reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
         **{key: reader.get(key, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }

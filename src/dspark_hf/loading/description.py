@@ -3,13 +3,31 @@
 import math
 from typing import Any
 
-from ..auto import drafter_class
+from ..auto import drafter_class_of
 from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
 from . import deepseek_v4
-from .checkpoint import meta_state, read_facts
-from .detection import DEEPSEEK_V4, architecture_of
-from .files import num_bytes, read_config
+from .checkpoint import CheckpointFacts, meta_state, read_facts
+from .detection import DEEPSEEK_V4, OWN_LAYOUTS, architecture_of
+from .files import num_bytes
+
+# What a fact of the description was read as; of several, the first that was read.
+_READ_AS = {
+    "backbone": ("model_type",),
+    "block_size": ("block_size", "block_width"),
+    "block_width": ("block_width", "block_size"),
+    "causal_layers": ("causal_layers", "causal"),
+    "hidden_states_indices": ("target_layer_ids",),
+    "interleaved_rotary": ("interleaved_rotary",),
+    "markov_head": ("markov_head_type",),
+    "num_draft_layers": ("num_draft_layers", "num_hidden_layers"),
+    "rope": ("rope", "rope_parameters"),
+    "target_hidden_size": ("target_hidden_size", "hidden_size"),
+    "windows": ("sliding_window", "layer_types"),
+    "window_measured_from": ("sliding_window_per_slot",),
+}
+# What is said of the files and not of the drafter.
+_NO_FACTS = ("source", "dialect", "architecture")
 
 
 def describe(
@@ -35,7 +53,7 @@ def describe(
     Raises:
         `ValueError` or `OSError`: as [`DSparkDrafter.from_pretrained`] would.
     """
-    cls = drafter_class(read_config(source, **hub))
+    cls = drafter_class_of(source, **hub)
     told: dict[str, Any] = {
         "block_layout": block_layout,
         "num_target_layers": num_target_layers,
@@ -47,7 +65,7 @@ def describe(
         bound.append("embedding")
     if not config.stores_output_embeddings:
         bound.append("output head")
-    return {
+    described = {
         "source": source,
         "dialect": facts.dialect,
         "architecture": architecture_of(facts.raw_config),
@@ -67,6 +85,9 @@ def describe(
         "final_logit_softcapping": config.final_logit_softcapping,
         "bound_from_target": bound,
         "draft_sampling": "greedy" if reading.greedy_drafts else "sample",
+    }
+    return {
+        **described,
         "num_tensors": len(tensors),
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
         "num_bytes": sum(num_bytes(tensor) for tensor in tensors.values()),
@@ -75,7 +96,7 @@ def describe(
         "renamed_tensors": reading.renames,
         "ignored_tensors": sorted(reading.unneeded),
         "ignored_config_keys": reading.unread,
-        "origins": reading.origins,
+        "origins": _origins(facts, [name for name in described if name not in _NO_FACTS]),
         "warnings": reading.warnings,
         **(
             deepseek_v4.storage_facts(meta_state(cls, config), config, tensors)
@@ -83,6 +104,27 @@ def describe(
             else {}
         ),
     }
+
+
+def _origins(facts: CheckpointFacts, names: list[str]) -> dict[str, str]:
+    """Where every fact comes from: a key of config.json, or after a `=` what it follows from."""
+    origins, by_layout = dict(facts.reading.origins), f"= the {facts.dialect} layout"
+    if facts.dialect in OWN_LAYOUTS:
+        body = {f"backbone_config.{key}": key for key in facts.raw_config["backbone_config"]}
+        origins = {key: path for path, key in body.items()}
+        origins |= {key: key for key in facts.raw_config}
+        by_layout = "= neutral default of the layout"
+    matrices = ("stores_input_embeddings", "stores_output_embeddings")
+    bound = [origins[name].removeprefix("= ") for name in matrices if name in origins]
+    derived = {
+        "family": "= the heads" if isinstance(facts.config, DSparkConfig) else by_layout,
+        "bound_from_target": f"= {'; '.join(bound)}",
+        "confidence_head_bias": "= the tensors",
+    }
+    for name in names:
+        found = (origins[read] for read in _READ_AS.get(name, (name,)) if read in origins)
+        origins[name] = derived.get(name) or next(found, by_layout)
+    return origins
 
 
 def _family(config: DrafterConfig) -> str:

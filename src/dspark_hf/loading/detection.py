@@ -81,8 +81,13 @@ _REFUSED_ARCHITECTURES = {
     "Eagle3DraftModel": "its layout is not known without ttt_length; serve it with SGLang",
 }
 
+# Keys that no ordinary model has.
+_DRAFTER_KEYS = ("markov_rank", "target_layer_ids", "ttt_length", "draft_vocab_size")
 # What names of a Markov head's tensors start with.
 _MARKOV_HEADS = ("markov_head.", "markov_w1.", "logit_head.")
+
+# What names of EAGLE-3's one layer start with, and no model's.
+_EAGLE3_LAYER = ("midlayer.", "layers.0.hidden_norm.")
 
 # Other algorithms in the speculators container.
 _REFUSED_SPECULATORS = {
@@ -129,7 +134,13 @@ def detect_dialect(
     dialect = _readable_dialect(raw, names)
     if dialect is not None:
         return dialect
+    marks = [key for key in _DRAFTER_KEYS if key in raw]
     hint = "If it is an ordinary model, load it with AutoModelForCausalLM"
+    if marks:
+        hint = (
+            f"It has keys of a drafter ({', '.join(marks)}), and architectures does not say whose: "
+            "set it to what its author published"
+        )
     if "auto_map" in raw:
         hint += "; it ships its own code, and this library never runs code of a repository"
     raise UnsupportedCheckpointError(
@@ -138,7 +149,7 @@ def detect_dialect(
     )
 
 
-def is_foreign_drafter(raw: dict[str, Any]) -> bool:
+def is_foreign_drafter(raw: dict[str, Any], names: Collection[str] = ()) -> bool:
     """
     Whether a config.json describes a drafter in somebody else's layout, supported or not.
 
@@ -146,7 +157,28 @@ def is_foreign_drafter(raw: dict[str, Any]) -> bool:
     """
     if is_own_layout(raw) or raw.get("model_type") in HOST_MODELS:
         return False
-    return refused_layout(raw, ()) is not None or _readable_dialect(raw, ()) is not None
+    return refused_layout(raw, names) is not None or _readable_dialect(raw, names) is not None
+
+
+def may_be_eagle3(raw: dict[str, Any]) -> bool:
+    """
+    Whether a config.json is that of a Llama with one layer, which an EAGLE-3 drafter may have too:
+    only tensor names tell them apart.
+    """
+    is_llama = raw.get("model_type") == "llama" and raw.get("num_hidden_layers") == 1
+    return is_llama and architecture_of(raw) in (None, "LlamaForCausalLM")
+
+
+def drafter_of_tensors(names: Collection[str]) -> tuple[str, bool] | None:
+    """
+    A name that gives a drafter away whose config.json does not, and whether it is an EAGLE-3 one;
+    `None` for the tensors of ordinary models.
+    """
+    if "fc.weight" not in names:
+        return None
+    if _has(names, *_EAGLE3_LAYER):
+        return next(name for name in sorted(names) if name.startswith(_EAGLE3_LAYER)), True
+    return ("hidden_norm.weight", False) if "hidden_norm.weight" in names else None
 
 
 def is_own_layout(raw: dict[str, Any]) -> bool:
@@ -158,9 +190,9 @@ def is_own_layout(raw: dict[str, Any]) -> bool:
     return raw.get("model_type") in OWN_LAYOUTS and not is_others
 
 
-def is_eagle3(raw: dict[str, Any]) -> bool:
+def is_eagle3(raw: dict[str, Any], names: Collection[str] = ()) -> bool:
     """Whether a config.json describes a drafter that `Eagle3Drafter` reads."""
-    return refused_layout(raw, ()) is None and _readable_dialect(raw, ()) in EAGLE3_DIALECTS
+    return refused_layout(raw, names) is None and _readable_dialect(raw, names) in EAGLE3_DIALECTS
 
 
 def deepspec_eagle3_backbone(raw: dict[str, Any]) -> str | None:
@@ -209,7 +241,7 @@ def _readable_dialect(raw: dict[str, Any], names: Collection[str]) -> str | None
         is_dspark = architecture == "DSparkDraftModel" or _has(names, *_MARKOV_HEADS)
         return FORK if has_markov or is_dspark else DFLASH
     is_reduced_llama = architecture == "LlamaForCausalLM" and "draft_vocab_size" in raw
-    if architecture in _CHAIN_ARCHITECTURES or is_reduced_llama or _has(names, "midlayer."):
+    if architecture in _CHAIN_ARCHITECTURES or is_reduced_llama or _has(names, *_EAGLE3_LAYER):
         return CHAIN_EAGLE3
     return None
 

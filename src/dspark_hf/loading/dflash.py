@@ -87,6 +87,7 @@ def read_dflash_family(reader: ConfigReader, dialect: str, layout: str | None) -
         **heads,
         **common_facts(reader),
     )
+    _report_idle_window(reader, config.backbone_config.layer_types)
     if dialect == LFM2:
         reader.require("interleaved_rotary", "rope_is_neox_style")
     vocabulary = vocabulary_tensors(reader, config.draft_vocab_size)
@@ -135,7 +136,8 @@ def _fork_layout(reader: ConfigReader, renames: dict[str, str]) -> bool | None:
 
 def _attention(reader: ConfigReader, body: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The body with ModelOpt's window on every layer, and whether blocks are causal."""
-    causal = bool(reader.flag("causal", f"{_SECTION}.causal", "is_causal"))
+    places = (f"{_SECTION}.causal", "is_causal", f"{_SECTION}.is_causal")
+    causal = bool(reader.flag("causal", *places))
     window = _get(reader, "swa_window_size", "sliding_window")
     if _flag(reader, "use_swa", "use_swa"):
         window = window or reader.get("sliding_window", "sliding_window")
@@ -151,6 +153,18 @@ def _attention(reader: ConfigReader, body: dict[str, Any]) -> tuple[dict[str, An
             "use_sliding_window": True,
         }
     return body, causal
+
+
+def _report_idle_window(reader: ConfigReader, kinds: list[str]) -> None:
+    """Say that a window is stated which no layer has; copies of a target's config switch it off."""
+    window = _get(reader, "swa_window_size", "sliding_window")
+    window = window or reader.get("sliding_window", "sliding_window")
+    is_off = False in (_flag(reader, "use_swa", "use_swa"), reader.raw.get("use_sliding_window"))
+    if window and not is_off and "sliding_attention" not in kinds:
+        reader.warn(
+            f"a window of {window} is stated and no layer slides: read as full attention. In files "
+            "of ModelOpt it holds for every layer; set dflash_config.use_swa if this is one."
+        )
 
 
 def _read_heads(reader: ConfigReader, hidden_size: int, renames: dict[str, str]) -> dict[str, Any]:
@@ -178,6 +192,8 @@ def _read_heads(reader: ConfigReader, hidden_size: int, renames: dict[str, str])
     )
     proj = shapes.get("confidence_head.proj.weight")
     has_confidence = stated if stated is not None else proj is not None
+    if stated is None:
+        reader.by_rule("confidence_head", "tensors of a confidence head")
     with_markov = _flag(reader, "confidence_head_with_markov", "confidence_head_with_markov")
     if proj is not None and with_markov is None:
         with_markov = bool(rank) and proj[-1] == hidden_size + rank

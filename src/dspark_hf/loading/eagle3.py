@@ -88,6 +88,7 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     names = {renames.get(name, name) for name in reader.tensors}
     body = _chain_body(reader, names)
     stated = reader.get("num_target_layers", "num_target_layers")
+    _refuse_variants(reader)
     if reader.flag("features", "eagle_config.use_aux_hidden_state") is False:
         raise UnsupportedCheckpointError(
             f"{reader.source} is an EAGLE-3 drafter of the target's last hidden state alone "
@@ -97,7 +98,6 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
     draft_vocab_size = draft_vocabulary(reader, body["vocab_size"])
     vocabulary = vocabulary_tensors(reader, draft_vocab_size)
     vocabulary["renames"] |= renames
-    reader.ignore("eagle_config")
     block_size = reader.get("block_size", "ttt_length")
     if block_size is None:
         block_size = _UNROLLED
@@ -122,6 +122,20 @@ def read_chain_eagle3(reader: ConfigReader, layout: str | None, depth: int | Non
         **common_facts(reader),
     )
     return Reading(config, **vocabulary)
+
+
+def _refuse_variants(reader: ConfigReader) -> None:
+    """ModelOpt's switches for another layer or another algorithm, whatever tensors there are."""
+    steps = reader.get("parallel_draft_step", "eagle_config.parallel_draft_step", default=1)
+    found = [] if steps == 1 else [f"parallel_draft_step {steps!r}"]
+    for key in ("use_input_layernorm_in_first_layer", "use_last_layernorm"):
+        if reader.flag(key, f"eagle_config.{key}") is False:
+            found.append(f"{key} false")
+    if found:
+        raise UnsupportedCheckpointError(
+            f"{reader.source} is an EAGLE-3 drafter with eagle_config.{', '.join(found)}, which is "
+            "not read: its rows are computed otherwise. Serve it with TensorRT-LLM or vLLM."
+        )
 
 
 def _feature_norm(reader: ConfigReader, names: set[str]) -> str | None:
@@ -163,6 +177,16 @@ def _chain_body(reader: ConfigReader, names: set[str]) -> dict[str, Any]:
     body = read_body(reader, defaults=_chain_defaults(reader), default_theta=_ORIGINAL_THETA)
     has_norms = "layers.0.self_attn.k_norm.weight" in names
     reader.by_rule("backbone", "q_norm and k_norm tensors")
+    if body["num_hidden_layers"] != 1:
+        reader.warn(
+            f"num_hidden_layers is {body['num_hidden_layers']}; this layout has one layer, and it "
+            "is what is read."
+        )
+    if "sliding_attention" in body.get("layer_types", ()):
+        reader.warn(
+            "layer_types has sliding_attention; the one layer of this layout attends to all "
+            "positions, as its references run it."
+        )
     # A copied list of the target's layers says nothing about the one layer here.
     fields = {key: value for key, value in body.items() if key != "layer_types"}
     return {**fields, "num_hidden_layers": 1, "model_type": "qwen3" if has_norms else "llama"}
@@ -180,20 +204,20 @@ def _chain_taps(reader: ConfigReader, depth: int | None) -> list[int]:
     # At the top level ids count hidden states, inside `eagle_config` layer outputs.
     key = "eagle_aux_hidden_state_layer_ids"
     flat = None if reader.raw.get(key) is None else hidden_state_taps(reader, key)
-    nested = reader.get("target_layer_ids", f"eagle_config.{key}")
+    nested = reader.get("target_layer_ids", f"eagle_config.{key}", "target_layer_ids")
     refuse_negative_taps(reader, nested)
     if nested is None:
         return taps_by_rule(reader, depth) if flat is None else flat
     if flat not in (None, nested):
         raise ValueError(
-            f"{reader.source}: eagle_config.{key} is {nested}, which counts layer outputs, and "
-            f"{key} is {reader.raw[key]}, which counts hidden states and should be one more each. "
-            "Keep the one that the drafter was trained with."
+            f"{reader.source}: {reader.origins['target_layer_ids']} is {nested}, which counts "
+            f"layer outputs, and {key} is {reader.raw[key]}, which counts hidden states and should "
+            "be one more each. Keep the one that the drafter was trained with."
         )
     if flat is None and nested[:1] == [2]:
         reader.warn(
-            f"eagle_config.{key} begins with 2: read as layer outputs, as SpecForge and ModelOpt "
-            "write them. Some files count hidden states there (2, L/2, L - 3); if acceptance is "
-            "poor, subtract 1 from each."
+            f"{reader.origins['target_layer_ids']} begins with 2: read as layer outputs, as "
+            "SpecForge and ModelOpt write them. Some files count hidden states there (2, L/2, "
+            "L - 3): `dspark-hf probe` tells; then subtract 1 from each."
         )
     return nested

@@ -7,7 +7,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from .detection import may_be_eagle3
 
 HUB_ARGUMENTS = (
     "cache_dir",
@@ -196,6 +198,19 @@ def read_tensors_remotely(
         for name, info in content.tensors.items()
     }
     return _only(tensors, wanted)
+
+
+def names_that_tell(raw: dict[str, Any], source: str, **hub: Any) -> Collection[str]:
+    """
+    Names of the stored tensors where config.json does not say by itself what the checkpoint is,
+    from the headers alone; empty where it does, or where no safetensors are to be had.
+    """
+    if not may_be_eagle3(raw):
+        return ()
+    try:
+        return read_tensors_remotely(source, **hub)
+    except OSError:
+        return ()
 
 
 def num_bytes(tensor: TensorInfo) -> int:

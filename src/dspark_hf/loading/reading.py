@@ -12,6 +12,10 @@ ANCHOR_FIRST, INFILL = "anchor_first", "infill"
 BLOCK_LAYOUTS = (ANCHOR_FIRST, INFILL)
 
 _ABSENT = object()
+_MATRICES = {
+    "stores_input_embeddings": "embed_tokens.weight",
+    "stores_output_embeddings": "lm_head.weight",
+}
 
 
 class UndecidedLayoutError(ValueError):
@@ -96,6 +100,9 @@ class ConfigReader:
         self.ignore(*paths)
         found = {path: value for path in paths if (value := self._at(path)) is not None}
         if not found:
+            if default is not _ABSENT:
+                said = "" if default is None else f", so {default!r}"
+                self.origins.setdefault(field, f"= no {' or '.join(paths)}{said}")
             return default
         (path, value), *others = found.items()
         for other, contradiction in others:
@@ -254,6 +261,21 @@ def stated_layout(reader: ConfigReader) -> bool | None:
             "author which holds."
         )
     return stated if stated is not None else shifted
+
+
+def stored_matrices(reader: ConfigReader) -> dict[str, bool]:
+    """Whether the file holds the embedding and the head, as fields of the config."""
+    is_stored = {}
+    for name, tensor in _MATRICES.items():
+        is_stored[name] = tensor in reader.tensors
+        state = "stored" if is_stored[name] else "absent: the target lends it"
+        reader.by_rule(name, f"{tensor} is {state}")
+    if list(is_stored.values()) == [True, False] and reader.raw.get("tie_word_embeddings"):
+        reader.warn(
+            "tie_word_embeddings is true, and of the two matrices only the embedding is stored: "
+            "the head is the target's, which is the same matrix where the target ties its own."
+        )
+    return is_stored
 
 
 def refuse_negative_taps(reader: ConfigReader, taps: Any) -> None:

@@ -18,6 +18,7 @@ from .reading import (
     draft_vocabulary,
     hidden_state_taps,
     refuse_block_layout,
+    stored_matrices,
     taps_by_rule,
     vocabulary_tensors,
 )
@@ -55,6 +56,7 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
     width = reader.require("block_width", "block_size")
     shape = block_layout(reader, width, _anchor_predicts(reader, width, layout), layout)
     target_width = reader.get("target_hidden_size", "target_hidden_size")
+    matrices: dict[str, Any] = stored_matrices(reader)
     config = DSparkConfig(
         backbone_config=body,
         mask_token_id=reader.require("mask_token_id", "mask_token_id"),
@@ -67,8 +69,7 @@ def read_speculators(reader: ConfigReader, layout: str | None) -> Reading:
         causal_layers=_causal_layers(reader, body),
         # Heads of this container were trained on plain embedding rows whatever the target does.
         unscaled_input_embeddings=True,
-        stores_input_embeddings="embed_tokens.weight" in reader.tensors,
-        stores_output_embeddings="lm_head.weight" in reader.tensors,
+        **matrices,
         architectures=["DSparkDrafter"],
         dtype=reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
         **shape,
@@ -132,8 +133,7 @@ def read_speculators_eagle3(reader: ConfigReader, layout: str | None, depth: int
         target_hidden_size=target_width or body["hidden_size"],
         vocab_size=body["vocab_size"],
         draft_vocab_size=draft_vocabulary(reader, body["vocab_size"], default=32_000),
-        stores_input_embeddings="embed_tokens.weight" in reader.tensors,
-        stores_output_embeddings="lm_head.weight" in reader.tensors,
+        **stored_matrices(reader),
         architectures=["Eagle3Drafter"],
         dtype=reader.get("dtype", "dtype") or reader.get("dtype", "torch_dtype"),
     )
@@ -175,12 +175,12 @@ def _read_body(reader: ConfigReader) -> dict[str, Any]:
             "(use_sliding_window or sliding_window is unset): read as full attention, as "
             "speculators does."
         )
+        raw = {key: value for key, value in raw.items() if key != "layer_types"}
         fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
     fields.setdefault("layer_types", ["full_attention"] * fields["num_hidden_layers"])
     check_layer_types(reader, fields)
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+    for key in fields:
         reader.origins[key] = f"{_BODY}.{key}" if key in raw else f"= default of {model_type}"
-    reader.origins["rope"] = f"{_BODY}"
     return {**fields, "model_type": "qwen3", "rope_parameters": rope}
 
 
