@@ -217,6 +217,11 @@ def test_a_missing_head_or_profile_verifies_everything_with_one_warning(caplog):
     caplog.clear()
     assert set(lengths_of(make_drafter(), dspark_draft_skipping=True)) == {4}
     assert sum("dspark_draft_skipping needs" in record.message for record in caplog.records) == 1
+    # Another rule goes on without the skipping, and is not said to be off.
+    cut = {"dspark_draft_skipping": True, "dspark_confidence_threshold": 0.5}
+    assert set(lengths_of(with_confidence(-9.0), **cut)) == {0}
+    assert "every drafted token is verified" not in caplog.text
+    assert "every round drafts" in caplog.text
 
 
 def unusable_target():

@@ -4,9 +4,9 @@ What speculation did: counted per call, collected where asked for.
 Definitions. A *round* is one target forward after the prefill; the token that the prefill yields
 belongs to no round. τ (`accepted_length`) is committed tokens per round, bonus token included, as a
 ratio of sums. A stop token inside an accepted run ends the round there: what was drafted behind it
-counts neither as verified nor as accepted, and there is no bonus token. A row that lock-step makes commit
-less than was accepted counts all of it as accepted, so τ may be below the accepted tokens per round.
-Position k is 0-based.
+counts neither as verified nor as accepted, and there is no bonus token. A row that lock-step keeps
+from committing all that was accepted counts it as accepted all the same, so τ may be below the
+accepted tokens per round. Position k is 0-based.
 """
 
 import contextvars
