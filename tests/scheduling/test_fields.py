@@ -161,8 +161,12 @@ def test_the_ceiling_in_the_loop(ceiling):
         assert set(found) == {ceiling - 1}
 
 
-def test_finished_rows_that_cannot_leave_count_in_the_step():
-    """A static cache holds its rows to the end: ceiling and cost are those of all of them."""
+@pytest.mark.parametrize("cache", ["static", None])
+def test_finished_rows_count_in_the_step_where_they_cannot_leave(cache):
+    """
+    A static cache holds its rows to the end: ceiling and cost are those of all of them. A row that
+    leaves makes room for the tokens of the other.
+    """
     target, drafter, widest = make_target("qwen3"), with_confidence(9.0), []
     prompts = make_prompts([6, 6])
     texts = [target.generate(prompt, max_new_tokens=30, do_sample=False)[0] for prompt in prompts]
@@ -182,7 +186,7 @@ def test_finished_rows_that_cannot_leave_count_in_the_step():
             max_new_tokens=30,
             do_sample=False,
             eos_token_id=stop,
-            cache_implementation="static",
+            cache_implementation=cache,
             assistant_model=script_rows(drafter, texts, [4, 4]),
             **options,
         )
