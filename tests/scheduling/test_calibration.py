@@ -115,7 +115,7 @@ def test_no_data_is_the_identity():
     assert fitted[0] > 1.5
     assert fitted[1:].tolist() == [1.0, 1.0]
     assert [values[1:].tolist() for values in fit_with_offsets(short)] == [[1.0, 1.0], [0.0, 0.0]]
-    report = assess(short)[2]
+    report = assess(short)[1]
     assert report.count == 0
     assert all(np.isnan(value) for value in (report.ece, report.brier, report.auc, report.survival))
     assert np.isfinite(mean_ece(assess(short)))
@@ -206,13 +206,17 @@ def test_rounds_become_records_and_files(tmp_path):
     with pytest.raises(ValueError, match="not a safetensors file"):
         AcceptanceRecords.load(tmp_path / "text")
     make_drafter().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="expected confidence_logits"):
-        AcceptanceRecords.load(tmp_path / "model.safetensors")
+    replace(records, confidence_logits=torch.zeros(2)).save(tmp_path / "flat.safetensors")
+    for name in ("model", "flat"):
+        with pytest.raises(ValueError, match="expected confidence_logits"):
+            AcceptanceRecords.load(tmp_path / f"{name}.safetensors")
     for changes, message in (
         ({"num_accepted": torch.tensor([1, 2])}, "round 2 accepts 2 of 1 verified"),
         ({"num_verified": torch.tensor([3, 1])}, "verified tokens of 2"),
+        ({"num_accepted": torch.tensor([1, -1])}, "round 2 accepts -1"),
         ({"num_accepted": torch.tensor([1.0, 0.0])}, "num_accepted is torch.float32"),
         ({"confidence_logits": torch.full((2, 2), torch.nan)}, "finite"),
+        ({"facts": {"pair": "T"}}, "its facts are"),
     ):
         replace(records, **changes).save(tmp_path / "wrong.safetensors")
         with pytest.raises(ValueError, match=rf"wrong\.safetensors holds no.*{message}"):

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.cli import app, plots
+from dspark_hf.cli.calibrating import split_prompts
 from dspark_hf.scheduling.acceptance import AcceptanceRecords
 from dspark_hf.scheduling.calibration import Calibration
 from dspark_hf.scheduling.throughput_profile import ThroughputProfile
@@ -88,6 +89,16 @@ def test_measure_calibrate_recommend(pair, tmp_path):
     for name in ("profile.png", "reliability.png", "loads.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
     assert "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
+def test_no_prompt_is_both_fitted_and_judged_on(tmp_path):
+    """Repeated prompts, in one file or across files, would be judged by what was fitted to them."""
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, texts in zip(files, (("x", "y", "x", "z"), ("v", "w", "y", "u")), strict=True):
+        path.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    assert split_prompts(files, 2, 2) == (["x", "y", "v", "w"], ["z", "u"])
+    with pytest.raises(ValueError, match="repeated prompts"):
+        split_prompts(files[:1], 2, 1)
 
 
 def test_what_cannot_work_ends_before_a_model_runs(pair, tmp_path, monkeypatch):

@@ -161,8 +161,12 @@ def test_the_ceiling_in_the_loop(ceiling):
         assert set(found) == {ceiling - 1}
 
 
-def test_finished_rows_that_cannot_leave_count_in_the_step():
-    """A static cache holds its rows to the end: ceiling and cost are those of all of them."""
+@pytest.mark.parametrize("cache", ["static", None])
+def test_finished_rows_count_in_the_step_where_they_cannot_leave(cache):
+    """
+    A static cache holds its rows to the end: ceiling and cost are those of all of them. A row that
+    leaves makes room for the tokens of the other.
+    """
     target, drafter, widest = make_target("qwen3"), with_confidence(9.0), []
     prompts = make_prompts([6, 6])
     texts = [target.generate(prompt, max_new_tokens=30, do_sample=False)[0] for prompt in prompts]
@@ -182,7 +186,7 @@ def test_finished_rows_that_cannot_leave_count_in_the_step():
             max_new_tokens=30,
             do_sample=False,
             eos_token_id=stop,
-            cache_implementation="static",
+            cache_implementation=cache,
             assistant_model=script_rows(drafter, texts, [4, 4]),
             **options,
         )
@@ -217,6 +221,11 @@ def test_a_missing_head_or_profile_verifies_everything_with_one_warning(caplog):
     caplog.clear()
     assert set(lengths_of(make_drafter(), dspark_draft_skipping=True)) == {4}
     assert sum("dspark_draft_skipping needs" in record.message for record in caplog.records) == 1
+    # Another rule goes on without the skipping, and is not said to be off.
+    cut = {"dspark_draft_skipping": True, "dspark_confidence_threshold": 0.5}
+    assert set(lengths_of(with_confidence(-9.0), **cut)) == {0}
+    assert "every drafted token is verified" not in caplog.text
+    assert "every round drafts" in caplog.text
 
 
 def unusable_target():

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from scipy.stats import binomtest, chisquare
+from scipy.stats import binomtest, chisquare, combine_pvalues
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import DraftBlock, collect_statistics
@@ -87,6 +87,82 @@ def test_an_unconstrained_search_of_the_same_round_is_biased(monkeypatch):
     num_a, rounds, _ = first_tokens(500)
     assert binomtest(num_a, rounds, 0.7).pvalue < 1e-6
     assert binomtest(num_a, rounds, 0.85).pvalue > 1e-3
+
+
+# P(A) behind A and behind B.
+AFTER = {A: 0.7, B: 0.6}
+# The first column pays where both rows are confident, the others where their tokens are all A.
+JAGGED = {"tokens": [1, 2, 4, 6, 8], "steps_per_second": [1.0, 1.0, 1 / 1.9, 1 / 2.3, 1 / 2.9]}
+
+
+class Chain(LogitsProcessor):
+    """The target says A with a probability that depends on the token before."""
+
+    def __call__(self, input_ids, scores):
+        scores = torch.full_like(scores, -torch.inf)
+        p = torch.where(input_ids[:, -1] == A, AFTER[A], AFTER[B])
+        scores[:, A], scores[:, B] = p.log(), (1 - p).log()
+        return scores
+
+
+def chain_drafter():
+    """Drafts A or B with even odds; what follows an A looks good, what follows a B hopeless."""
+    drafter = make_drafter(block_size=3)
+
+    def draft(context, anchor_ids, **kwargs):
+        rows = len(anchor_ids)
+        q = torch.full((rows, 3, VOCAB), -torch.inf)
+        q[..., [A, B]] = math.log(0.5)
+        tokens = torch.where(torch.rand(rows, 3) < 0.5, A, B)
+        first = torch.where(anchor_ids == A, 0.97, 0.8)[:, None]
+        confidence = torch.cat((first, torch.where(tokens[:, :2] == A, 0.9, 0.0)), dim=1)
+        return DraftBlock(tokens, q, q, torch.zeros(rows, 3, 1), confidence.logit())
+
+    drafter.draft = draft
+    return drafter
+
+
+@pytest.mark.parametrize("scheduler", ["early_stop", "lagged", "peeking"])
+def test_two_rows_on_a_jagged_curve_in_the_real_loop(scheduler, monkeypatch):
+    """
+    The first tokens of a round, of both rows together, behind each pair of anchors: four chi-square
+    tests, combined. A correct rule fails with probability 1e-3; the search without early stop, the
+    negative control, does not pass.
+    """
+    target = make_target("qwen3", max_position_embeddings=2048)
+    drafter, records, num_tokens = chain_drafter(), [], 1000
+    if scheduler == "peeking":
+        monkeypatch.setattr(policy_module, "early_stop", best_count)
+    torch.manual_seed(5)
+    with collect_statistics(on_round=records.append) as statistics:
+        output = target.generate(
+            torch.tensor([[9, 9, A], [9, 9, B]]),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            top_k=0,
+            logits_processor=LogitsProcessorList([Chain()]),
+            assistant_model=drafter,
+            dspark_verification="scheduled",
+            dspark_throughput_profile=JAGGED,
+            dspark_scheduler="lagged" if scheduler == "lagged" else "early_stop",
+        )
+    anchors, ends = output[:, 3].tolist(), [1, 1]
+    counts = {(a, b): torch.zeros(2, 2) for a in AFTER for b in AFTER}
+    for both in zip(records[::2], records[1::2], strict=False):
+        # Rows near their end leave, and are short of room before that.
+        if max(ends) > num_tokens - 4:
+            break
+        counts[tuple(anchors)][both[0].tokens[0] - A, both[1].tokens[0] - A] += 1
+        anchors = [record.tokens[-1] for record in both]
+        ends = [end + len(record.tokens) for end, record in zip(ends, both, strict=True)]
+    found = []
+    for pair, table in counts.items():
+        first, second = (torch.tensor([AFTER[a], 1 - AFTER[a]]).double() for a in pair)
+        expected = torch.outer(first, second) * table.sum()
+        found.append(chisquare(table.flatten(), expected.flatten(), sum_check=False).pvalue)
+    combined = combine_pvalues(found).pvalue
+    assert combined < 1e-5 if scheduler == "peeking" else combined > 1e-3
+    assert set(statistics.verify_lengths) == {0, 1, 2, 3}
 
 
 def normalised(table):

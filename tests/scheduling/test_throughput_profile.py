@@ -135,8 +135,8 @@ def test_a_foreign_profile_is_refused(name):
         ThroughputProfile((1,), (1.0,), **(facts | {name: "elsewhere"})).check(facts)
 
 
-def test_facts_tell_models_apart():
-    """Another depth, another γ, another precision."""
+def test_facts_tell_models_apart(monkeypatch):
+    """Another depth, another γ, another precision, other threads, quantised weights."""
     facts = profile_facts(make_target("qwen3"), make_drafter())
     assert profile_facts(make_target("qwen3", seed=5), make_drafter()) == facts
     assert profile_facts(make_target("qwen3", num_hidden_layers=2))["target"] != facts["target"]
@@ -144,6 +144,11 @@ def test_facts_tell_models_apart():
     other = profile_facts(make_target("qwen3"), make_drafter(block_size=3))
     assert other["drafter"] != facts["drafter"]
     assert profile_facts(make_target("qwen3").bfloat16())["dtype"] == "bfloat16"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert profile_facts(make_target("qwen3"))["device"] != facts["device"]
+    quantised = make_target("qwen3")
+    quantised.config.quantization_config = {"quant_method": "fp8"}
+    assert profile_facts(quantised)["target"] == f"{facts['target']}, fp8"
 
 
 def test_counts_to_measure():
@@ -156,21 +161,27 @@ def test_counts_to_measure():
         default_token_counts(4, rows=8)
 
 
+# Of five turns two warm up, and one of the others meets other work.
+DISTURBED = (100.0, 50.0, 0.0, 7.0, 0.0)
+
+
 def fake_clock(seconds_of):
-    """A clock that a target forward moves by what its number of tokens should take."""
-    now = [0.0]
+    """A clock that a target forward moves by what its number of tokens should take, and a log."""
+    now, ran = [0.0], []
 
     def advance(module, args, kwargs, output):
-        now[0] += seconds_of(args[0].numel())
+        tokens = args[0].numel()
+        now[0] += seconds_of(tokens) + DISTURBED[ran.count(tokens) % len(DISTURBED)]
+        ran.append(tokens)
 
-    return (lambda: now[0]), advance
+    return (lambda: now[0]), advance, ran
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_measurement_is_what_the_clock_said(rows):
     """Median over repetitions, in the order of B, with nothing left behind in the target."""
     target, drafter = make_target("qwen3"), make_drafter()
-    clock, advance = fake_clock(lambda tokens: 1.0 + tokens / 10)
+    clock, advance, ran = fake_clock(lambda tokens: 1.0 + tokens / 10)
     hook = target.register_forward_hook(advance, with_kwargs=True)
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -194,6 +205,10 @@ def test_a_measurement_is_what_the_clock_said(rows):
     assert torch.equal(torch.get_rng_state(), before)
     # The prefill, and then every step behind the same context.
     assert behind == {0, 10}
+    # In alternating direction, so that drift cancels.
+    steps = [tokens for tokens in ran if tokens < 10]
+    up, down = [1, 2, 4, 8], [8, 4, 2, 1]
+    assert steps in (up + down + up + down + up, down + up + down + up + down)
     assert profile.tokens == (1, 2, 4, 8)
     expected = [1 / (1 + tokens / 10) for tokens in (1, 2, 4, 8)]
     assert profile.steps_per_second == pytest.approx(expected)
@@ -273,6 +288,9 @@ def test_auto_measures_once_and_keeps_it(monkeypatch, tmp_path, caplog):
         automatic_profile(target, drafter)
         assert len(measured) == i
         assert any("measured again" in record.message for record in caplog.records)
+    monkeypatch.setattr(profiling.transformers, "__version__", "another")
+    automatic_profile(target, drafter)
+    assert len(measured) == 5
 
 
 def test_auto_works_without_a_folder_to_keep_it_in(monkeypatch, tmp_path, caplog):

@@ -100,10 +100,11 @@ def split_prompts(
     files: list[Path], num_fitted: int, num_held_out: int
 ) -> tuple[list[str], list[str]]:
     """
-    Prompts to fit on, the first of every file, and those to judge on, the next ones.
+    Prompts to fit on, the first of every file, and those to judge on, the next ones. A prompt that
+    is among both, of one file or of two, is fitted on only.
 
     Raises:
-        `ValueError`: a file has none left to judge on.
+        `ValueError`: a file has none left to judge on, or all of them were fitted on.
     """
     fitted_on, held_out = [], []
     for path in files:
@@ -116,6 +117,12 @@ def split_prompts(
             )
         fitted_on += texts[:num_fitted]
         held_out += texts[num_fitted:]
+    held_out = [text for text in held_out if text not in fitted_on]
+    if not held_out:
+        raise ValueError(
+            "Every prompt to judge on is among those to fit on as well. Give files without "
+            "repeated prompts."
+        )
     return fitted_on, held_out
 
 

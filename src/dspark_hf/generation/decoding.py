@@ -291,7 +291,7 @@ class _DecodingLoop:
         self.generator.commit(kept)
         self._leave(outputs, kept, over)
         self.settled = self.frame.length
-        self._count(proposal, runs, kept, accepted, confidences)
+        self._count(proposal, runs, kept, over, accepted, confidences)
         self.recorder.statistics.draft_seconds += drafted - started
         self.recorder.statistics.verify_seconds += verified - drafted
 
@@ -388,14 +388,16 @@ class _DecodingLoop:
         proposal: Proposal,
         runs: list[list[int]],
         kept: list[int],
+        over: list[bool],
         accepted: list[int],
         confidences: list[list[float]] | None,
     ) -> None:
         for i, run in enumerate(runs):
             num_verified, num_accepted = proposal.lengths[i], accepted[i]
-            if kept[i] <= num_accepted:
-                # Cut inside the accepted run, by a stop or by lock-step: the drafts behind the cut
-                # were never in question.
+            if over[i] and kept[i] <= num_accepted:
+                # Cut inside the accepted run by a stop: the drafts behind it were never in
+                # question. What lock-step cuts was, and leaving it out would make a row that was
+                # wrong before the cut speak for positions where one that was right is silent.
                 num_accepted = num_verified = kept[i]
             self.recorder.add_round(
                 RoundRecord(

@@ -4,7 +4,9 @@ What speculation did: counted per call, collected where asked for.
 Definitions. A *round* is one target forward after the prefill; the token that the prefill yields
 belongs to no round. τ (`accepted_length`) is committed tokens per round, bonus token included, as a
 ratio of sums. A stop token inside an accepted run ends the round there: what was drafted behind it
-counts neither as verified nor as accepted, and there is no bonus token. Position k is 0-based.
+counts neither as verified nor as accepted, and there is no bonus token. A row that lock-step keeps
+from committing all that was accepted counts it as accepted all the same, so τ may be below the
+accepted tokens per round. Position k is 0-based.
 """
 
 import contextvars
@@ -26,7 +28,8 @@ class RoundRecord:
         tokens (`list[int]`): committed tokens.
         num_drafted (`int`): draft tokens proposed.
         num_verified (`int`): draft tokens sent to the target, up to a stop.
-        num_accepted (`int`): draft tokens among the committed ones.
+        num_accepted (`int`):
+            draft tokens accepted; the committed ones, unless lock-step left some out.
         confidences (`list[float]`, *optional*): conditional confidence of each drafted token.
     """
 

@@ -73,7 +73,10 @@ def replay(
     Apply a rule to recorded rounds.
 
     Args:
-        records ([`AcceptanceRecords`]): N rounds, taken `rows` at a time as the rows of a step.
+        records ([`AcceptanceRecords`]):
+            N rounds, taken `rows` at a time as the rows of a step. If they were recorded of a batch
+            of another size, the step two before is of other texts, and `"lagged"` looks no better
+            than it is.
         profile ([`ThroughputProfile`]): with `draft_seconds`.
         settings ([`SchedulingSettings`]): the rule; its temperatures and offsets are applied.
         num_draft_tokens (`int`, *optional*): most tokens verified; γ by default.

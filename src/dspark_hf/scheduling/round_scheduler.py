@@ -159,14 +159,14 @@ def _effective(
     profile = _read_profile(settings.profile, target, drafter)
     if profile is None:
         # Without a cost, tokens would look free or priceless; nothing is trimmed.
+        is_scheduled = settings.verification == SCHEDULED
         logger.warning(
-            "%s needs dspark_throughput_profile, and none is set; every drafted token is verified. "
-            "Set it to 'auto', or to a file that `dspark-hf profile` wrote.",
-            "dspark_verification='scheduled'"
-            if settings.verification == SCHEDULED
-            else "dspark_draft_skipping",
+            "%s needs dspark_throughput_profile, and none is set; %s. Set it to 'auto', or to a "
+            "file that `dspark-hf profile` wrote.",
+            "dspark_verification='scheduled'" if is_scheduled else "dspark_draft_skipping",
+            "every drafted token is verified" if is_scheduled else "every round drafts",
         )
-        verification = FULL if settings.verification == SCHEDULED else settings.verification
+        verification = FULL if is_scheduled else settings.verification
         return replace(settings, verification=verification, skips_drafts=False), None
     if settings.skips_drafts and not profile.draft_seconds:
         raise ValueError(
