@@ -128,6 +128,23 @@ def test_a_dense_drafter_serves_a_v4_target():
     assert statistics.accepted
 
 
+@pytest.mark.parametrize("num_right", [0, 3, 5])
+def test_every_kind_of_stop_ends_the_text_and_the_cache(num_right):
+    """Several stop tokens, stop strings and a time limit, inside of blocks and at their ends."""
+    target, tokenizer = tiny_target(), make_tokenizer()
+    prompt, expected = reference()
+    words = tokenizer.decode(expected[0, 14:17] % 80), tokenizer.decode(expected[0, 25] % 80)
+    stops = [{"eos_token_id": [int(expected[0, end]), 96]} for end in (8, 15, 22)]
+    assert words
+    for options in stops:
+        options |= {"return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
+        plain = target.generate(prompt, do_sample=False, **options)
+        drafter = make_scripted(make_v4_drafter(), expected, num_right)
+        found, _ = generate(target, prompt, drafter, **options)
+        assert torch.equal(found.sequences, plain.sequences)
+        assert_same_state(found.cache, plain.cache)
+
+
 def test_a_cache_passed_in_and_out():
     """B047: the caller's cache, with the host's own layers in it, goes on to plain decoding."""
     prompt, expected = reference()

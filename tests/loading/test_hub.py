@@ -327,7 +327,7 @@ def test_only_the_files_of_an_embedded_drafter_are_fetched(hub, tmp_path, monkey
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_download_that_broke_off_goes_on(hub, tmp_path, monkeypatch, given_up):
-    """In the same call behind the byte that came last; in a later one behind the last whole file."""
+    """In the same call behind the last byte; in a later one behind the last whole file."""
     folder = add_v4(hub, tmp_path)
     sizes = [(folder / name).stat().st_size for name in V4_SHARDS]
     hub.breaks[V4_SHARDS[1]] = 300_000
