@@ -17,6 +17,7 @@ from dspark_hf.drafting import probabilities
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.generation.taps import TargetTaps
 from dspark_hf.pipelines import _load_drafter
+from small_tokenizer import make_tokenizer
 from tiny import make_drafter, make_prompt, make_scripted
 from tiny_v4 import (
     V4,
@@ -130,19 +131,26 @@ def test_a_dense_drafter_serves_a_v4_target():
 
 @pytest.mark.parametrize("num_right", [0, 3, 5])
 def test_every_kind_of_stop_ends_the_text_and_the_cache(num_right):
-    """Several stop tokens, stop strings and a time limit, inside of blocks and at their ends."""
-    target, tokenizer = tiny_target(), make_tokenizer()
-    prompt, expected = reference()
-    words = tokenizer.decode(expected[0, 14:17] % 80), tokenizer.decode(expected[0, 25] % 80)
-    stops = [{"eos_token_id": [int(expected[0, end]), 96]} for end in (8, 15, 22)]
-    assert words
+    """Stop tokens, stop strings, a time limit: inside of blocks and at their ends."""
+    target, tokenizer = make_v4_target(vocab_size=80), make_tokenizer()
+    prompt = make_prompt(6) % 77 + 3
+    expected = target.generate(prompt, do_sample=False, max_new_tokens=30)
+    words = [tokenizer.decode(expected[0, a:b]) for a, b in ((15, 17), (24, 25))]
+    stops = [{"eos_token_id": [int(expected[0, end]), 79]} for end in (8, 15, 22)]
+    stops += [{"stop_strings": word, "tokenizer": tokenizer} for word in (words[0], words)]
     for options in stops:
-        options |= {"return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
-        plain = target.generate(prompt, do_sample=False, **options)
-        drafter = make_scripted(make_v4_drafter(), expected, num_right)
+        options |= {"return_dict_in_generate": True, "max_new_tokens": 30, "do_sample": False}
+        plain = target.generate(prompt, **options)
+        assert plain.sequences.shape[1] < 36
+        drafter = make_scripted(make_v4_drafter(80), expected, num_right)
         found, _ = generate(target, prompt, drafter, **options)
-        assert torch.equal(found.sequences, plain.sequences)
+        assert torch.equal(found.sequences, plain.sequences), options
         assert_same_state(found.cache, plain.cache)
+    # The first look at the clock is too late.
+    options |= {"max_time": 1e-9, "stop_strings": None}
+    found, _ = generate(target, prompt, drafter, **options)
+    assert torch.equal(found.sequences, expected[:, :7])
+    assert_same_state(found.cache, start(target, prompt))
 
 
 def test_a_cache_passed_in_and_out():
