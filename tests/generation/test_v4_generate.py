@@ -331,14 +331,18 @@ def choose_by_rank(drafter, twin, num_right):
     return drafter
 
 
+PROMPTS = torch.tensor([[3, 2, 1, 2, 3, 1, 2], [1, 1, 3, 3, 2, 2, 1]])
+
+
 @pytest.mark.parametrize(("num_right", "calls", "rows"), [(None, 200, 1), (2, 60, 4), (1, 60, 4)])
 def test_sampled_texts_have_the_targets_distribution(num_right, calls, rows):
     """
-    Over all 64 texts of three tokens; the prompt ends one before a compression boundary. With the
-    drafter's own samples, with the best tokens there are, and with the best and the worst.
+    Over all 64 texts of three tokens; the prompts end one before a compression boundary. One prompt
+    with the drafter's own samples; two with `num_return_sequences`, with the best tokens there are,
+    and with the best and the worst.
 
-    Each fails a correct implementation with probability 1e-4 over the choice of seeds. Rows in
-    lock-step count as calls: what one of them discards depends on the others alone.
+    Each comparison fails a correct implementation with probability 1e-4 over the choice of seeds.
+    Rows in lock-step count as calls: what one of them discards depends on the others alone.
     """
     target = small_target()
     drafter = make_v4_drafter(
@@ -351,26 +355,29 @@ def test_sampled_texts_have_the_targets_distribution(num_right, calls, rows):
     )
     if num_right is not None:
         choose_by_rank(drafter, small_target(), num_right)
-    prompt = torch.tensor([[3, 2, 1, 2, 3, 1, 2]])
+    prompts = PROMPTS[: 1 if rows == 1 else 2]
     weights = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
-    counts = torch.zeros(VOCAB**LENGTH)
+    counts = torch.zeros(len(prompts), VOCAB**LENGTH)
     with collect_statistics() as statistics:
         for seed in range(calls):
             torch.manual_seed(seed)
             texts = target.generate(
-                prompt.repeat(rows, 1),
+                prompts,
                 assistant_model=drafter,
                 do_sample=True,
+                num_return_sequences=rows,
                 temperature=TEMPERATURE,
                 top_k=0,
                 max_new_tokens=LENGTH,
                 dspark_draft_sampling="sample" if num_right is None else "greedy",
             )
-            paths = (texts[:, prompt.shape[1] :] * weights).sum(dim=1)
-            counts += torch.bincount(paths, minlength=VOCAB**LENGTH)
+            paths = (texts[:, prompts.shape[1] :] * weights).sum(dim=1)
+            for found, own in zip(counts, paths.view(len(prompts), rows), strict=True):
+                found += torch.bincount(own, minlength=VOCAB**LENGTH)
     # Some drafts are accepted and some are not, or one branch of the rule was never taken.
     assert 0 < statistics.accepted < statistics.verified
-    assert_distributed_as(counts, exact_paths(target, prompt))
+    for prompt, found in zip(prompts, counts, strict=True):
+        assert_distributed_as(found, exact_paths(target, prompt[None]))
 
 
 def test_several_rows():
