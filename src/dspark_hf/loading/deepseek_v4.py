@@ -203,11 +203,11 @@ def _rope_parameters(reader: ConfigReader) -> dict[str, Any]:
     target's compressed layers; the host wants both places filled.
     """
     theta = reader.require("rope_theta", "rope_parameters.main.rope_theta", "rope_theta")
-    rotated, width = (reader.require(key, key) for key in ("qk_rope_head_dim", "head_dim"))
+    rotated = reader.require("qk_rope_head_dim", "qk_rope_head_dim")
     plain = {
         "rope_type": "default",
         "rope_theta": theta,
-        "partial_rotary_factor": rotated / width,
+        "partial_rotary_factor": rotated / reader.require("head_dim", "head_dim"),
     }
     return {"main": plain, "compress": dict(plain)}
 

@@ -193,16 +193,11 @@ def read_tensors_remotely(
             }
     except NotASafetensorsRepoError as error:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False)) from error
-    tensors = {
-        name: TensorInfo(
-            str(info.dtype),
-            tuple(info.shape),
-            file,
-            max(other.data_offsets[1] for other in content.tensors.values()),
-        )
-        for file, content in files_metadata.items()
-        for name, info in content.tensors.items()
-    }
+    tensors: dict[str, TensorInfo] = {}
+    for file, content in files_metadata.items():
+        end = max((info.data_offsets[1] for info in content.tensors.values()), default=0)
+        for name, info in content.tensors.items():
+            tensors[name] = TensorInfo(str(info.dtype), tuple(info.shape), file, end)
     return _only(tensors, wanted)
 
 
