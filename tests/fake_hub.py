@@ -24,6 +24,8 @@ class FakeHub(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.sent: Counter[str] = Counter()
         self.created: dict[str, bool] = {}
+        # After how many bytes the connection breaks, once for each file.
+        self.breaks: dict[str, int] = {}
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
 
@@ -124,6 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(header, str(value))
         self.end_headers()
         if with_body:
+            content = content[: self.server.breaks.pop(name, None)]
             self.server.sent[name] += len(content)
             self.wfile.write(content)
 

@@ -1,11 +1,13 @@
 """The published DeepSeek-V4 checkpoints with a drafter: configurations, names, shapes, formats."""
 
 import json
+import shutil
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from checkpoints import GOLDEN, read_json
-from tiny_v4 import V4_QUANTISED
+from checkpoints import GOLDEN, edit_config, read_json
+from tiny_v4 import V4, V4_QUANTISED
 
 INDEX = "model.safetensors.index.json"
 SIZES = {
@@ -139,3 +141,60 @@ def write_sparse_checkpoint(folder, raw):
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     return folder
+
+
+def write_quantised_target(folder):
+    """The golden target with its drafter, small and whole, in the published number formats."""
+    shutil.copytree(GOLDEN / V4, folder)
+    fp8 = (
+        "wq_a",
+        "wq_b",
+        "wkv",
+        "wo_a",
+        "wo_b",
+        "main_proj",
+        *(f"experts.w{i}" for i in (1, 2, 3)),
+    )
+    weight_map = {}
+    for path in sorted(folder.glob("model-0*.safetensors")):
+        stored = {}
+        for name, value in load_file(path).items():
+            base = name.removesuffix(".weight")
+            if ".ffn.experts." in name:
+                stored[name], stored[f"{base}.scale"] = fp4_of(value)
+            elif base.endswith(fp8) and ".compressor." not in name:
+                stored[name], stored[f"{base}.scale"] = fp8_of(value)
+            elif base.endswith(("attn_sink", "gate.bias", "_fn", "_base", "_scale", "ape")):
+                stored[name] = value
+            else:
+                stored[name] = value.bfloat16() if value.is_floating_point() else value
+        save_file(stored, path, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(stored, path.name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    raw = read_json(GOLDEN / V4_QUANTISED / "config.json")
+    formats = {key: raw[key] for key in ("quantization_config", "expert_dtype", "torch_dtype")}
+    edit_config(folder, **formats)
+    return folder
+
+
+def power_above(ratio):
+    """Exponent of the smallest power of two that is no smaller, and its E8M0 byte."""
+    exponent = torch.ceil(torch.log2(ratio.clamp(min=1e-30)))
+    return exponent, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def fp8_of(value):
+    """A weight of no more than 128 rows."""
+    largest = torch.stack([block.abs().max() for block in value.split(128, dim=1)])[None]
+    exponent, scale = power_above(largest / 448)
+    factors = 2.0 ** exponent.repeat_interleave(128, dim=1)[:, : value.shape[1]]
+    return (value / factors).to(torch.float8_e4m3fn), scale
+
+
+def fp4_of(value):
+    groups = value.unflatten(-1, (-1, 32))
+    exponent, scale = power_above(groups.abs().amax(dim=-1) / 6)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    distances = ((groups / 2.0 ** exponent[..., None]).abs()[..., None] - grid).abs()
+    codes = (distances.argmin(dim=-1) + 8 * (groups < 0)).flatten(-2)
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8), scale

@@ -12,7 +12,8 @@ from checkpoints import GOLDEN, read_json, same_weights
 from dspark_hf import DSparkDrafter
 from dspark_hf.exporting.deepseek_v4 import merge_into_target
 from dspark_hf.quantised import dequantise_fp8
-from tiny import make_drafter
+from published_v4 import write_quantised_target
+from tiny import make_drafter, make_prompt, make_scripted
 from tiny_v4 import V4, V4_QUANTISED, load_golden_drafter, make_v4_drafter
 
 INDEX = "model.safetensors.index.json"
@@ -23,6 +24,23 @@ def stored_tensors(folder):
     for file in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
         tensors |= load_file(folder / file)
     return tensors
+
+
+def assert_same_values(found, expected):
+    """Every value in its number format, packed experts bit by bit."""
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert value.dtype == expected[key].dtype, key
+        if value.dtype == torch.float8_e4m3fn:
+            # 224 at one scale is 448 at half of it.
+            scale = key.removesuffix("weight") + "scale"
+            assert torch.equal(
+                dequantise_fp8(value, found[scale]),
+                dequantise_fp8(expected[key], expected[scale]),
+            ), key
+        elif value.dtype != torch.float8_e8m0fnu or "experts" in key.replace("shared_experts", ""):
+            one, other = (t.contiguous().view(torch.uint8) for t in (value, expected[key]))
+            assert torch.equal(one, other), key
 
 
 def target_without_drafter(folder, name):
@@ -49,19 +67,7 @@ def test_split_and_merge(tmp_path, name, dtype):
     files = merge_into_target(drafter, folder)
     assert files == [f"mtp-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     found, expected = stored_tensors(folder), stored_tensors(GOLDEN / name)
-    assert found.keys() == expected.keys()
-    for key, value in found.items():
-        assert value.dtype == expected[key].dtype, key
-        if value.dtype == torch.float8_e4m3fn:
-            # 224 at one scale is 448 at half of it.
-            scale = key.removesuffix("weight") + "scale"
-            assert torch.equal(
-                dequantise_fp8(value, found[scale]),
-                dequantise_fp8(expected[key], expected[scale]),
-            ), key
-        elif value.dtype != torch.float8_e8m0fnu or "experts" in key.replace("shared_experts", ""):
-            one, other = (t.contiguous().view(torch.uint8) for t in (value, expected[key]))
-            assert torch.equal(one, other), key
+    assert_same_values(found, expected)
     merged, original = read_json(folder / "config.json"), read_json(GOLDEN / name / "config.json")
     assert merged == original
     again = DSparkDrafter.from_pretrained(folder, dtype=dtype)
@@ -93,6 +99,47 @@ def test_a_merge_replaces_the_drafter_that_was_there(tmp_path):
     }
     assert same_weights(DSparkDrafter.from_pretrained(folder, dtype=torch.float32), drafter)
     assert not list(folder.glob(".*.partial"))
+
+
+def test_a_quantised_target_with_its_drafter_split_and_merged(tmp_path):
+    """FP8 and FP4 throughout, which the host decodes on a CPU: the same files, the same text."""
+    folder = write_quantised_target(tmp_path / "target")
+    before = stored_tensors(folder)
+    assert {before[f"{part}.0.ffn.experts.0.w1.weight"].dtype for part in ("layers", "mtp")} == {
+        torch.int8
+    }
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    DSparkDrafter.from_pretrained(folder, dtype="auto").save_pretrained(tmp_path / "own")
+    merge_into_target(DSparkDrafter.from_pretrained(tmp_path / "own", dtype="auto"), folder)
+    assert_same_values(stored_tensors(folder), before)
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert same_weights(merged, target)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = target.generate(make_prompt(20), **options)
+    for num_right in (0, 3):
+        drafter = DSparkDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+        if num_right:
+            make_scripted(drafter, expected, num_right)
+        found = merged.generate(make_prompt(20), assistant_model=drafter, **options)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_merge_states_the_new_total_size(tmp_path, complete):
+    """Bytes of all tensors of the index; nothing is stated of files that are not there."""
+    folder = target_without_drafter(tmp_path / "target", V4)
+    index = read_json(folder / INDEX)
+    index["metadata"] = {"total_size": 12, "origin": "kept"}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    if not complete:
+        (folder / "model-00001-of-00004.safetensors").unlink()
+    merge_into_target(load_golden_drafter(bound=False), folder)
+    metadata = read_json(folder / INDEX)["metadata"]
+    if complete:
+        size = sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+        assert metadata == {"origin": "kept", "total_size": size}
+    else:
+        assert metadata == {"origin": "kept"}
 
 
 def test_what_the_released_code_reads_is_changed_with_the_index(tmp_path):

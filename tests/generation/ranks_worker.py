@@ -3,16 +3,24 @@ Run by torchrun on two processes: every way of generating with several processes
 other. Exits with an error where a rank disagrees.
 """
 
+import ast
+import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from batches import make_prompts, pad_left, script_rows
 from dspark_hf import collect_statistics
 from tiny import make_drafter, make_target
+from tiny_v4 import make_v4_drafter, make_v4_target
+
+CARDS = Path(__file__).parents[2] / "model_cards"
 
 
 def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -48,6 +56,43 @@ def check_tensor_parallel(folder: str) -> None:
         assert torch.equal(first, second)
 
 
+def launch_options() -> dict[str, Any]:
+    """What the cards of DeepSeek-V4 give to `DistributedConfig`, with 2 ranks in place of 8."""
+    texts = {
+        re.search(r"DistributedConfig\(.*?\)", card.read_text(encoding="utf-8"), re.S).group()
+        for card in CARDS.glob("DeepSeek-V4-*.md")
+    }
+    call = ast.parse(texts.pop(), mode="eval").body
+    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert not texts
+    return {name: 2 if value == 8 else value for name, value in options.items()}
+
+
+def check_expert_parallel(folder: str) -> None:
+    """Experts of a DeepSeek-V4 target spread over the ranks, a whole drafter on each."""
+    whole, prompts = make_v4_target(), torch.cat(make_prompts([7, 7]))
+    target = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        distributed_config=DistributedConfig(**launch_options()),
+    )
+    assert target.model.layers[0].mlp.experts.gate_up_proj.to_local().shape[0] == 2
+    expected = whole.generate(prompts, max_new_tokens=16, do_sample=False)
+    drafter = script_rows(make_v4_drafter(), list(expected), [5, 2])
+    with collect_statistics() as statistics:
+        found = target.generate(
+            prompts, max_new_tokens=16, do_sample=False, assistant_model=drafter
+        )
+    assert torch.equal(found, expected)
+    assert statistics.accepted > 15
+    torch.manual_seed(dist.get_rank())
+    sampled = target.generate(
+        prompts, max_new_tokens=16, do_sample=True, assistant_model=make_v4_drafter()
+    )
+    first, second = gathered(sampled)
+    assert torch.equal(first, second)
+
+
 def check_ranks_that_finish_at_different_times() -> None:
     """Sharded parameters: every forward is a collective, so all ranks run as many."""
     rank, whole = dist.get_rank(), make_target("llama")
@@ -76,7 +121,8 @@ def check_ranks_that_finish_at_different_times() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    check_tensor_parallel(sys.argv[1])
+    check_tensor_parallel(f"{sys.argv[1]}/llama")
+    check_expert_parallel(f"{sys.argv[1]}/deepseek_v4")
     check_ranks_that_finish_at_different_times()
     dist.barrier()
     dist.destroy_process_group()

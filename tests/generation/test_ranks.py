@@ -1,4 +1,4 @@
-"""Two processes on gloo: B063, and tensor-parallel targets."""
+"""Two processes on gloo: B063, tensor-parallel targets, and DeepSeek-V4's experts spread."""
 
 import os
 import subprocess
@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 from tiny import make_target
+from tiny_v4 import make_v4_target
 
 TESTS = Path(__file__).parent.parent
 
 
 def test_two_processes_agree(tmp_path):
-    make_target("llama", num_key_value_heads=2).save_pretrained(tmp_path)
+    make_target("llama", num_key_value_heads=2).save_pretrained(tmp_path / "llama")
+    make_v4_target().save_pretrained(tmp_path / "deepseek_v4")
     path = [str(TESTS), str(TESTS / "generation"), *sys.path]
     done = subprocess.run(
         [

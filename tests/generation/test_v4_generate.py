@@ -17,6 +17,7 @@ from dspark_hf.drafting import probabilities
 from dspark_hf.generation.settings import DraftSettings
 from dspark_hf.generation.taps import TargetTaps
 from dspark_hf.pipelines import _load_drafter
+from small_tokenizer import make_tokenizer
 from tiny import make_drafter, make_prompt, make_scripted
 from tiny_v4 import (
     V4,
@@ -126,6 +127,30 @@ def test_a_dense_drafter_serves_a_v4_target():
     output, statistics = generate(tiny_target(), prompt, drafter)
     assert torch.equal(output, expected)
     assert statistics.accepted
+
+
+@pytest.mark.parametrize("num_right", [0, 3, 5])
+def test_every_kind_of_stop_ends_the_text_and_the_cache(num_right):
+    """Stop tokens, stop strings, a time limit: inside of blocks and at their ends."""
+    target, tokenizer = make_v4_target(vocab_size=80), make_tokenizer()
+    prompt = make_prompt(6) % 77 + 3
+    expected = target.generate(prompt, do_sample=False, max_new_tokens=30)
+    words = [tokenizer.decode(expected[0, a:b]) for a, b in ((15, 17), (24, 25))]
+    stops = [{"eos_token_id": [int(expected[0, end]), 79]} for end in (8, 15, 22)]
+    stops += [{"stop_strings": word, "tokenizer": tokenizer} for word in (words[0], words)]
+    for options in stops:
+        options |= {"return_dict_in_generate": True, "max_new_tokens": 30, "do_sample": False}
+        plain = target.generate(prompt, **options)
+        assert plain.sequences.shape[1] < 36
+        drafter = make_scripted(make_v4_drafter(80), expected, num_right)
+        found, _ = generate(target, prompt, drafter, **options)
+        assert torch.equal(found.sequences, plain.sequences), options
+        assert_same_state(found.cache, plain.cache)
+    # The first look at the clock is too late.
+    options |= {"max_time": 1e-9, "stop_strings": None}
+    found, _ = generate(target, prompt, drafter, **options)
+    assert torch.equal(found.sequences, expected[:, :7])
+    assert_same_state(found.cache, start(target, prompt))
 
 
 def test_a_cache_passed_in_and_out():
@@ -306,14 +331,18 @@ def choose_by_rank(drafter, twin, num_right):
     return drafter
 
 
+PROMPTS = torch.tensor([[3, 2, 1, 2, 3, 1, 2], [1, 1, 3, 3, 2, 2, 1]])
+
+
 @pytest.mark.parametrize(("num_right", "calls", "rows"), [(None, 200, 1), (2, 60, 4), (1, 60, 4)])
 def test_sampled_texts_have_the_targets_distribution(num_right, calls, rows):
     """
-    Over all 64 texts of three tokens; the prompt ends one before a compression boundary. With the
-    drafter's own samples, with the best tokens there are, and with the best and the worst.
+    Over all 64 texts of three tokens; the prompts end one before a compression boundary. One prompt
+    with the drafter's own samples; two with `num_return_sequences`, with the best tokens there are,
+    and with the best and the worst.
 
-    Each fails a correct implementation with probability 1e-4 over the choice of seeds. Rows in
-    lock-step count as calls: what one of them discards depends on the others alone.
+    Each comparison fails a correct implementation with probability 1e-4 over the choice of seeds.
+    Rows in lock-step count as calls: what one of them discards depends on the others alone.
     """
     target = small_target()
     drafter = make_v4_drafter(
@@ -326,26 +355,29 @@ def test_sampled_texts_have_the_targets_distribution(num_right, calls, rows):
     )
     if num_right is not None:
         choose_by_rank(drafter, small_target(), num_right)
-    prompt = torch.tensor([[3, 2, 1, 2, 3, 1, 2]])
+    prompts = PROMPTS[: 1 if rows == 1 else 2]
     weights = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
-    counts = torch.zeros(VOCAB**LENGTH)
+    counts = torch.zeros(len(prompts), VOCAB**LENGTH)
     with collect_statistics() as statistics:
         for seed in range(calls):
             torch.manual_seed(seed)
             texts = target.generate(
-                prompt.repeat(rows, 1),
+                prompts,
                 assistant_model=drafter,
                 do_sample=True,
+                num_return_sequences=rows,
                 temperature=TEMPERATURE,
                 top_k=0,
                 max_new_tokens=LENGTH,
                 dspark_draft_sampling="sample" if num_right is None else "greedy",
             )
-            paths = (texts[:, prompt.shape[1] :] * weights).sum(dim=1)
-            counts += torch.bincount(paths, minlength=VOCAB**LENGTH)
+            paths = (texts[:, prompts.shape[1] :] * weights).sum(dim=1)
+            for found, own in zip(counts, paths.view(len(prompts), rows), strict=True):
+                found += torch.bincount(own, minlength=VOCAB**LENGTH)
     # Some drafts are accepted and some are not, or one branch of the rule was never taken.
     assert 0 < statistics.accepted < statistics.verified
-    assert_distributed_as(counts, exact_paths(target, prompt))
+    for prompt, found in zip(prompts, counts, strict=True):
+        assert_distributed_as(found, exact_paths(target, prompt[None]))
 
 
 def test_several_rows():

@@ -43,6 +43,15 @@ def test_the_plan_for_published_checkpoints(
     assert found["confidence_head_with_markov"]
 
 
+def test_the_plan_counts_what_else_is_in_the_files(tmp_path):
+    """They are fetched whole, with the target's weights that share them."""
+    folder = copy_repository(tmp_path / "v4")
+    edit_shard(folder, 3, **{"layers.5.padding": torch.zeros(30_000_000, dtype=torch.uint8)})
+    files = describe(str(folder))["files"]
+    assert files[0].endswith("tensors, 0.00 GB)")
+    assert files[1].endswith("tensors, 0.00 GB of a file of 0.03 GB)")
+
+
 def test_facts_of_a_published_config(tmp_path):
     """Every field that the draft layers are built from, and none of the target's own."""
     folder = write_sparse_checkpoint(tmp_path / "flash", published_config("flash"))

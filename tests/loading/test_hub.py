@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants, file_download, hf_api
 from huggingface_hub.utils import close_session
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -323,6 +323,48 @@ def test_only_the_files_of_an_embedded_drafter_are_fetched(hub, tmp_path, monkey
     hub.stop()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert same_weights(DSparkDrafter.from_pretrained(V4_REPO), loaded)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_download_that_broke_off_goes_on(hub, tmp_path, monkeypatch, given_up):
+    """In the same call behind the last byte; in a later one behind the last whole file."""
+    folder = add_v4(hub, tmp_path)
+    sizes = [(folder / name).stat().st_size for name in V4_SHARDS]
+    hub.breaks[V4_SHARDS[1]] = 300_000
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+
+    def wait(seconds):
+        if given_up:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_download.time, "sleep", wait)
+        if given_up:
+            with pytest.raises(KeyboardInterrupt):
+                DSparkDrafter.from_pretrained(V4_REPO)
+        else:
+            DSparkDrafter.from_pretrained(V4_REPO)
+    loaded = DSparkDrafter.from_pretrained(V4_REPO)
+    assert same_weights(loaded, load_golden_drafter(bound=False))
+    asked = [
+        headers.get("Range", headers.get("range"))
+        for method, path, headers in hub.requests
+        if method == "GET" and V4_SHARDS[1] in path
+    ]
+    assert asked == [None, None if given_up else "bytes=300000-"]
+    sizes[1] += 300_000 * given_up
+    assert [hub.sent[name] for name in V4_SHARDS] == sizes
+
+
+@pytest.mark.parametrize("repo", [V4_REPO, OWN])
+def test_a_forced_download_happens_once(hub, tmp_path, repo):
+    """`force_download` on the next of several look-ups would fetch all of it again."""
+    add_v4(hub, tmp_path)
+    DSparkDrafter.from_pretrained(repo)
+    first = dict(hub.sent)
+    DSparkDrafter.from_pretrained(repo, force_download=True)
+    for name in V4_SHARDS if repo == V4_REPO else [WEIGHTS]:
+        assert hub.sent[name] == 2 * first[name] > 0
 
 
 def test_the_plan_of_an_embedded_drafter_travels_without_its_weights(hub, tmp_path):

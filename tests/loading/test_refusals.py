@@ -351,6 +351,7 @@ def test_a_repository_description_is_refused_alike(tmp_path):
         ({"trust_remote_code": True}, "never runs code of a repository"),
         ({"use_safetensors": False}, "only safetensors weights are read"),
         ({"variant": "fp16"}, "variant='fp16' is not supported"),
+        ({"state_dict": {}}, "state_dict is not supported"),
         (
             {"quantization_config": transformers.BitsAndBytesConfig()},
             "leave quantization_config to the target",

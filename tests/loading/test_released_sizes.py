@@ -26,7 +26,7 @@ HEADS = {"projector_type": "dspark", "markov_rank": 256, "markov_head_type": "va
 
 
 def on_meta(raw, dialect, tensors=()):
-    stored = {name: TensorInfo("BF16", (1, 1), "model.safetensors") for name in tensors}
+    stored = {name: TensorInfo("BF16", (1, 1), "model.safetensors", 0) for name in tensors}
     reading = read_dialect(raw, dialect, "published", stored)
     with torch.device("meta"):
         return reading, DSparkDrafter(reading.config).state_dict()

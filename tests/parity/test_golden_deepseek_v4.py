@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as host
 
-from checkpoints import same_weights
+from checkpoints import GOLDEN, read_json, same_weights
 from dspark_hf import DSparkDrafter
 from dspark_hf.backbones import deepseek_v4
 from dspark_hf.backbones.context_cache import ContextLayer
@@ -205,6 +205,71 @@ def test_the_rounding_of_the_released_kernels_can_be_simulated():
     assert all(torch.equal(a.base_logits, b) for a, b in zip(after, before, strict=True))
     with pytest.raises(ValueError, match="experts in floating point"), simulate_fp8(loaded(V4)):
         pass
+
+
+def on_the_fp8_grid(x, group):
+    """What the spec says of `act_quant`, one group after the other."""
+    parts = []
+    for part in x.double().split(group, dim=-1):
+        largest = part.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
+        scale = 2.0 ** torch.ceil(torch.log2(largest / 448))
+        parts.append((part / scale).float().to(torch.float8_e4m3fn).double() * scale)
+    return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def test_the_simulation_rounds_what_the_released_kernels_round():
+    """
+    Inputs of every FP8 and FP4 projection in groups of 128, and of nothing else: not of the grouped
+    output projection, the router, the heads and the hyper-connections.
+    """
+    rounded = {"fc"}
+    for layer in range(3):
+        attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        rounded |= {f"{attention}.{name}_proj" for name in ("q_a", "q_b", "kv", "o_b")}
+        rounded |= {f"{mlp}.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+        rounded |= {f"{mlp}.experts", f"{mlp}.experts.down_input"}
+    drafter, record = load_golden_drafter(V4_QUANTISED), golden(V4_QUANTISED)
+    before, after = {}, {}
+
+    def watch(seen):
+        for name, module in drafter.named_modules():
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: seen.setdefault(name, []).extend(args[:1])
+            )
+
+    # Hooks run in the order of their registration.
+    watch(before)
+    with simulate_fp8(drafter):
+        watch(after)
+        drafter(record["round1.context_features"], record["round1.anchor"])
+    assert rounded < before.keys() == after.keys()
+    for name, inputs in before.items():
+        for raw, used in zip(inputs, after[name], strict=True):
+            if isinstance(raw, torch.Tensor):
+                expected = on_the_fp8_grid(raw, 128) if name in rounded else raw
+                assert torch.equal(used, expected), name
+
+
+def test_the_simulation_has_one_scale_for_64_channels_of_latents_and_128_of_inputs():
+    """
+    Seen where a group spans more than FP8 does. Latents but for their rotated channels, here of a
+    norm that is wider than the golden one; rows of the projection of the context.
+    """
+    drafter = load_golden_drafter(V4_QUANTISED)
+    rotated = read_json(GOLDEN / V4_QUANTISED / "config.json")["qk_rope_head_dim"]
+    norm, projection = drafter.layers[2].self_attn.kv_norm, drafter.fc
+    norm.weight.data = torch.ones(200)
+    fading = torch.logspace(0, -12, projection.in_features)
+    x, rows = (
+        torch.randn(5, width) * 10.0 ** torch.randint(-6, 1, (5, width)) * fading[:width]
+        for width in (200, projection.in_features)
+    )
+    plain, rope = norm(x).split((200 - rotated, rotated), dim=-1)
+    projected = projection(on_the_fp8_grid(rows, 128))
+    with simulate_fp8(drafter):
+        latents, found = norm(x), projection(rows)
+    assert torch.equal(latents, torch.cat((on_the_fp8_grid(plain, 64), rope), dim=-1))
+    assert torch.equal(found, projected)
 
 
 # -- negative controls: each mistake that others have made is visible in the numbers ---------------

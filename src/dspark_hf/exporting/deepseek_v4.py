@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from .._files import replacing, write_json
 from ..loading.deepseek_v4 import is_stored_part, stored_parts
 from ..loading.detection import DEEPSEEK_V4
-from ..loading.files import read_index, read_object
+from ..loading.files import read_header, read_index, read_object
 from ..quantised import quantise_fp8
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     """
     Store a drafter inside its target: three more shards, the index and the `dspark_*` keys of
     config.json, and of inference/config.json if there is one. A drafter that the target had is
-    replaced; the target's own files stay as they are.
+    replaced; the target's own files stay as they are. The index states the new total size, or none
+    if files of the target are not there.
     Every value is stored exactly; where the largest value of an FP8 block is 224 or 448 times its
     scale, the other of the two equal codings may be taken.
 
@@ -56,7 +57,8 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
 
     Raises:
         `ValueError`: the folder does not hold this drafter's target, or a weight of a drafter with
-        packed experts has no exact FP8 or bfloat16 form, because it was changed after loading.
+        packed experts has no exact FP8 or bfloat16 form, because it was changed after loading, or
+        a file of the target is damaged.
         `OSError`: the folder has no config.json or no index.
     """
     folder = Path(directory)
@@ -69,6 +71,8 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     num_stages = drafter.config.backbone_config.num_hidden_layers
     old = {name: file for name, file in weight_map.items() if is_stored_part(name)}
     kept = {name: file for name, file in weight_map.items() if name not in old}
+    files = [folder / file for file in set(kept.values())]
+    num_bytes = sum(_payload(file) for file in files if file.is_file())
     written: dict[str, str] = {}
     # All shards take their places together: a weight that has no form may be in the last one.
     with ExitStack() as shards:
@@ -78,7 +82,12 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
             temporary = shards.enter_context(replacing(folder / file))
             save_file(tensors, temporary, metadata={"format": "pt"})
             written |= dict.fromkeys(tensors, file)
-    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": kept | written})
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    metadata = dict(index.get("metadata") or {})
+    if metadata.pop("total_size", None) is not None and all(file.is_file() for file in files):
+        metadata["total_size"] = num_bytes
+    content = {**index, "metadata": metadata, "weight_map": kept | written}
+    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, content)
     keys = _config_keys(drafter, raw)
     write_json(folder / "config.json", {**raw, **keys})
     if also is not None:
@@ -87,6 +96,11 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     for file in set(old.values()) - set(kept.values()) - set(written.values()):
         (folder / file).unlink(missing_ok=True)
     return sorted(set(written.values()))
+
+
+def _payload(file: Path) -> int:
+    """Bytes of all tensors in a file."""
+    return max((tensor.file_bytes for tensor in read_header(file).values()), default=0)
 
 
 def _check_pair(drafter: "DSparkDrafter", raw: dict[str, Any], folder: Path) -> None:

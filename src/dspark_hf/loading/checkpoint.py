@@ -221,6 +221,11 @@ def load_drafter(
             f"variant={kwargs['variant']!r} is not supported: one set of weights is read, and "
             "dtype converts it."
         )
+    if kwargs.get("state_dict") is not None:
+        raise ValueError(
+            "state_dict is not supported: the weights are those of the checkpoint. Load it, and "
+            "call load_state_dict."
+        )
     if kwargs.get("quantization_config") is not None:
         raise ValueError(
             "Drafters are not quantised on loading; leave quantization_config to the target."
@@ -246,6 +251,9 @@ def load_drafter(
     stored = fetch(source, GENERATION_CONFIG_NAME, **hub) if has_own else None
     if stored is not None:
         generation_config = GenerationConfig.from_pretrained(os.path.dirname(stored))
+    # All files are here by now; asked for once more, they would be downloaded once more.
+    for options in (hub, kwargs):
+        options.pop("force_download", None)
     want_info = kwargs.pop("output_loading_info", False)
     origin: str | None = source
     if facts.dialect == DEEPSEEK_V4:

@@ -28,6 +28,7 @@ _BACKBONE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "qk_rope_head_dim",
     "q_lora_rank",
     "o_groups",
     "o_lora_rank",
@@ -307,15 +308,17 @@ def storage_facts(
 ) -> dict[str, Any]:
     """
     What `dspark-hf inspect` says about an embedded drafter before anything is fetched: parameters
-    (a byte of packed FP4 holds two, scales are none), the files that hold it, and the bytes that it
-    takes in memory, its floating-point weights in bfloat16.
+    (a byte of packed FP4 holds two, scales are none), the files that hold it, which are fetched
+    whole, and the bytes that it takes in memory, its floating-point weights in bfloat16.
     """
     per_file: dict[str, list[int]] = {}
+    whole: dict[str, int] = {}
     num_parameters = 0
     for tensor in tensors.values():
         size = math.prod(tensor.shape)
         num_parameters += {"I8": 2, "F8_E8M0": 0}.get(tensor.dtype, 1) * size
         per_file.setdefault(tensor.file, []).append(num_bytes(tensor))
+        whole[tensor.file] = tensor.file_bytes
     # Here and not above: dialects are told apart without the host's modeling code.
     from ..backbones.deepseek_v4 import FLOAT32_MODULES
 
@@ -329,10 +332,16 @@ def storage_facts(
         "num_parameters": num_parameters,
         "num_bytes_in_memory": in_memory,
         "files": [
-            f"{file} ({len(sizes):,} tensors, {sum(sizes) / 1e9:.2f} GB)"
+            f"{file} ({len(sizes):,} tensors, {_gigabytes(sum(sizes), whole[file])})"
             for file, sizes in sorted(per_file.items())
         ],
     }
+
+
+def _gigabytes(own: int, whole: int) -> str:
+    """Bytes of the drafter in a file, and those of the file where it holds more."""
+    size = f"{own / 1e9:.2f} GB"
+    return size if own == whole else f"{size} of a file of {whole / 1e9:.2f} GB"
 
 
 class StoredDrafter:

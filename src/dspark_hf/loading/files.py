@@ -46,11 +46,15 @@ _NOT_WRITABLE = (errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EROFS)
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name-less facts of a stored tensor: safetensors dtype string, shape and file."""
+    """
+    Name-less facts of a stored tensor: safetensors dtype string, shape and file, and the bytes of
+    all tensors in that file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     file: str
+    file_bytes: int
 
 
 def read_config(source: str, **hub: Any) -> dict[str, Any]:
@@ -146,26 +150,25 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorInfo]:
     """
     damaged = f"{path} is damaged ({{}}). Download it again, or save the checkpoint again."
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+    with open(path, "rb") as content:
+        length = int.from_bytes(content.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError(
                 damaged.format(f"its header claims {length} bytes, the file has {size}")
             )
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(content.read(length))
             header.pop("__metadata__", None)
-            end = (
-                8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            )
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            file = os.path.basename(path)
             tensors = {
-                name: TensorInfo(entry["dtype"], tuple(entry["shape"]), os.path.basename(path))
+                name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file, end)
                 for name, entry in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(damaged.format("its header is not a safetensors header")) from error
-    if size != end:
-        raise ValueError(damaged.format(f"{size} bytes found, {end} expected"))
+    if size != 8 + length + end:
+        raise ValueError(damaged.format(f"{size} bytes found, {8 + length + end} expected"))
     return tensors
 
 
@@ -192,11 +195,11 @@ def read_tensors_remotely(
             }
     except NotASafetensorsRepoError as error:
         raise OSError(_missing_weights(source, SAFE_WEIGHTS_NAME, indexed=False)) from error
-    tensors = {
-        name: TensorInfo(str(info.dtype), tuple(info.shape), file)
-        for file, content in files_metadata.items()
-        for name, info in content.tensors.items()
-    }
+    tensors: dict[str, TensorInfo] = {}
+    for file, content in files_metadata.items():
+        end = max((info.data_offsets[1] for info in content.tensors.values()), default=0)
+        for name, info in content.tensors.items():
+            tensors[name] = TensorInfo(str(info.dtype), tuple(info.shape), file, end)
     return _only(tensors, wanted)
 
 
