@@ -262,3 +262,29 @@ def test_the_callers_kwargs_and_tensors_are_left_alone():
     drafter = script_rows(make_drafter(), texts_of(expected, prompts), [4, 0, 2])
     greedy(target, None, batch, assistant_model=drafter)
     assert all(torch.equal(batch[name], before[name]) for name in batch)
+
+
+@pytest.mark.parametrize(("make", "per_round"), [(make_target, 1), (hybrid_target, 2)])
+@pytest.mark.parametrize(("num_right", "stops"), [([0, 0], True), ([4, 4], False)], ids=str)
+def test_every_rank_runs_as_many_forwards_as_the_others(
+    monkeypatch, make, per_round, num_right, stops
+):
+    """B063: whether its states have to be replayed, and its rows ended at different places."""
+    target, prompts, rounds, calls = make(), make_prompts([6, 9]), [], []
+    batch = pad_left(prompts)
+    plain = greedy(target, None, batch)
+    eos = int(plain[0, 9 + 6]) if stops else None
+    # The first call measures whether a state survives.
+    greedy(target, None, batch, assistant_model=make_drafter())
+
+    def unfinished(this_peer_finished, synced_gpus, device):
+        rounds.append(not this_peer_finished)
+        return len(rounds) <= 25
+
+    monkeypatch.setattr(target, "_has_unfinished_sequences", unfinished)
+    target.register_forward_pre_hook(lambda module, args: calls.append(1))
+    options = {"eos_token_id": eos, "pad_token_id": 0, "return_dict_in_generate": True}
+    drafter = script_rows(make_drafter(), texts_of(plain, prompts), num_right)
+    greedy(target, None, batch, assistant_model=drafter, synced_gpus=True, **options)
+    assert sum(rounds) < 25
+    assert len(calls) == 1 + 25 * per_round + 1

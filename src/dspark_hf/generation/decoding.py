@@ -197,10 +197,11 @@ class _DecodingLoop:
                     not self.rows.active, synced_gpus, device=self.rows.device
                 ):
                     if self.rows.active:
-                        self._round()
+                        self._round(synced_gpus)
                     else:
-                        self._idle_forward()
-            self.frame.finish(self.forward, self.rows)
+                        self._idle_forwards(2 if self.frame.replays else 1)
+            if not self.frame.finish(self.forward, self.rows) and synced_gpus:
+                self._idle_forwards()
         except BaseException:
             if hasattr(self, "frame"):
                 self.frame.roll_back(self.settled)
@@ -255,7 +256,7 @@ class _DecodingLoop:
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)
 
-    def _round(self) -> None:
+    def _round(self, synced_gpus: bool) -> None:
         """Draft, verify, commit."""
         started = time.perf_counter()
         proposal = self.generator.propose(
@@ -286,7 +287,9 @@ class _DecodingLoop:
                 row, outputs, entry, past, lags[entry], drafts.shape[1], kept[i], self.frame.cache
             )
         if self.frame.replays:
-            self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])
+            replayed = self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])
+            if synced_gpus and not replayed:
+                self._idle_forwards()
             self.generator.taps.clear()
         self.generator.commit(kept)
         self._leave(outputs, kept, over)
@@ -407,15 +410,14 @@ class _DecodingLoop:
                 )
             )
 
-    def _idle_forward(self) -> None:
-        """Keep step with other processes that still generate."""
-        proposal = Proposal.empty(self.rows.anchored(self.frame.rows)[:, -1])
-        inputs = self.frame.inputs(
-            self.rows.anchored(self.frame.rows), proposal.tokens, lengths=None
-        )
-        self.frame.run(self.forward, inputs, 0)
+    def _idle_forwards(self, count: int = 1) -> None:
+        """
+        Keep step with other processes, which run their part of every forward of a sharded target:
+        one in each round, a second one where some replay, and one at the end. Beside the cache.
+        """
+        for _ in range(count):
+            self.model(self.rows.text(1), use_cache=False)
         self.generator.taps.clear()
-        self.frame.rewind()
 
     def _finish(self) -> DSparkDecoderOnlyOutput | torch.Tensor:
         if self.streamer is not None:

@@ -172,15 +172,18 @@ class Frame:
                 cache_layers.restore(self.cache.layers[i], saved)
         self._saved, self._added = {}, 0
 
-    def replay(self, forward: Any, input_ids: torch.Tensor, drafts: torch.Tensor) -> None:
+    def replay(self, forward: Any, input_ids: torch.Tensor, drafts: torch.Tensor) -> bool:
         """
         Take the last forward back and run the anchor and these drafts alone, which brings a
-        recurrent state to where plain decoding has it.
+        recurrent state to where plain decoding has it. Returns whether there was anything to take
+        back.
         """
-        if drafts.shape[1] + 1 < self._added:
-            self.rewind()
-            forward(**self.inputs(input_ids, drafts, None), return_dict=True)
-            self._added = drafts.shape[1] + 1
+        if drafts.shape[1] + 1 >= self._added:
+            return False
+        self.rewind()
+        forward(**self.inputs(input_ids, drafts, None), return_dict=True)
+        self._added = drafts.shape[1] + 1
+        return True
 
     def roll_back(self, settled: int) -> None:
         """
@@ -235,15 +238,16 @@ class Frame:
         self.rows = [self.rows[i] for i in stay]
         self.length, self._added, self._saved = length, 0, {}
 
-    def finish(self, forward: Any, rows: Rows) -> None:
+    def finish(self, forward: Any, rows: Rows) -> bool:
         """
         Give the cache back in the layout of the returned sequences, all rows in it.
 
         The cache lacks the last token of every row. Plain decoding lacks it for the longest rows
         only, having gone on behind the end of the others, so those get a forward of their own.
+        Returns whether there was one.
         """
         if not self.keeps_cache or not (any(self.lags) or self._parked):
-            return
+            return False
         for entry, number in enumerate(self.rows):
             if number not in self._parked:
                 own = self.length - self.lags[entry]
@@ -262,6 +266,7 @@ class Frame:
                     parked[i] = self._park(i, self.length + 1, row.length + 1)
         self._unpark(parked, [row.length - row.end for row in parked], longest)
         self.length, self._added = longest, 0
+        return bool(short)
 
     def stop_recording(self) -> None:
         """The cache may live on with the caller, who does not crop after every forward."""
