@@ -28,6 +28,8 @@ from .checks import (
     check_batch,
     check_cache,
     check_cache_fits,
+    check_causality,
+    check_context_fits,
     check_generation_mode,
     check_linear_attention,
     check_padding,
@@ -107,6 +109,8 @@ def decode(
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
         check_cache_fits(input_ids, generation_config, model_kwargs)
+        check_context_fits(model, input_ids, generation_config, model_kwargs)
+        check_causality(model)
         check_linear_attention(model, model_kwargs["cache"])
         loop = _DecodingLoop(
             model,
@@ -251,7 +255,6 @@ class _DecodingLoop:
             lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
-            new_tokens=self.config.max_length - self.rows.prompt_length,
         )
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)

@@ -22,6 +22,7 @@ from transformers import Cache, PreTrainedModel
 
 from . import cache_layers
 from .cache_layers import Columns
+from .checks import position_table
 from .rows import Rows
 
 # What the host hands to every forward with one column per token of the text.
@@ -55,7 +56,6 @@ class Frame:
         num_rows (`int`): R.
         lock_step (`bool`): whether rows may not be moved singly whatever the cache is.
         keeps_cache (`bool`): whether the caller gets the cache back.
-        new_tokens (`int`): most tokens that the call generates.
 
     Attributes:
         rows (`list[int]`): which rows of the batch are in the rectangle.
@@ -72,7 +72,6 @@ class Frame:
         num_rows: int,
         lock_step: bool,
         keeps_cache: bool,
-        new_tokens: int,
     ):
         self.model = model
         self.kwargs = kwargs
@@ -82,10 +81,9 @@ class Frame:
         self.active = list(range(num_rows))
         self.lags = [0] * num_rows
         self.length = int(cache.get_seq_length())
-        # A row that lags may draft in columns that plain decoding never reaches, and some targets
-        # (GPT-Neo) have a table of the columns of their context.
-        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0)
-        self._most_columns = max(self.length + new_tokens - 1, context or 0)
+        # Drafts must not reach behind a table of positions. Columns are counted, for a row that lags
+        # may get some that plain decoding never has, and some targets (GPT-Neo) index by them.
+        self._most_columns = position_table(model)
         layers = cache.layers
         self.lock_step = num_rows > 1 and (
             lock_step or not all(cache_layers.moves_rows(layer) for layer in layers)
@@ -108,11 +106,13 @@ class Frame:
         if positions is not None and positions.dim() == 2 and positions.shape[0] < num_rows:
             kwargs["position_ids"] = positions.expand(num_rows, -1)
 
-    def room(self) -> int:
-        """Most draft tokens that cache and context allow in one forward."""
+    def room(self) -> int | None:
+        """Most draft tokens that cache and context allow in one forward; `None` is any number."""
         rooms = [cache_layers.room(layer, self.length) for layer in self.cache.layers]
-        rooms.append(self._most_columns - self.length)
-        return max(min(room for room in rooms if room is not None) - 1, 0)
+        if self._most_columns is not None:
+            rooms.append(self._most_columns - self.length)
+        limits = [room for room in rooms if room is not None]
+        return max(min(limits) - 1, 0) if limits else None
 
     def inputs(
         self, input_ids: torch.Tensor, drafts: torch.Tensor, lengths: torch.Tensor | None
