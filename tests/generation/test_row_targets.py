@@ -262,9 +262,10 @@ def test_multimodal_targets(make, with_images):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_targets_quantised_by_bitsandbytes(tmp_path, bits):
     """
-    Four bits are exact in float32, or nearly so where their kernel rounds to bfloat16. Eight bits are not: activations are rounded in float16, with
-    outliers looked for in all positions of a forward together, so blocks and single tokens round
-    differently and near-ties may fall otherwise.
+    Four bits are exact in float32, or nearly so on CPUs where their kernel rounds to bfloat16.
+    Eight bits are not: activations are rounded in float16, with outliers looked for in all
+    positions of a forward together, so blocks and single tokens round differently and near-ties may
+    fall otherwise.
     """
     # Its CPU kernels want 64 inputs and 32 outputs.
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}

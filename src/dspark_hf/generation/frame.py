@@ -81,8 +81,8 @@ class Frame:
         self.active = list(range(num_rows))
         self.lags = [0] * num_rows
         self.length = int(cache.get_seq_length())
-        # Drafts must not reach behind a table of positions. Columns are counted, for a row that lags
-        # may get some that plain decoding never has, and some targets (GPT-Neo) index by them.
+        # Drafts must not reach behind a table of positions. It is columns that count: a row that
+        # lags may get some that plain decoding never has, and some targets (GPT-Neo) index by them.
         self._most_columns = position_table(model)
         layers = cache.layers
         self.lock_step = num_rows > 1 and (
