@@ -132,8 +132,9 @@ def test_drafts_stay_within_a_table_of_positions(name):
     expected = target.generate(prompt, **options)
     drafter = script_rows(make_drafter(), [text[0]], [4])
     assert torch.equal(target.generate(prompt, assistant_model=drafter, **options), expected)
-    with pytest.raises(ValueError, match=r"prompt has 24 tokens.*has 24 positions"):
-        target.generate(make_prompts([24])[0], assistant_model=drafter, max_new_tokens=2)
+    if name != "gptj":  # Its table was not learned, and such may grow.
+        with pytest.raises(ValueError, match=r"prompt has 24 tokens.*has 24 positions"):
+            target.generate(make_prompts([24])[0], assistant_model=drafter, max_new_tokens=2)
 
 
 def test_a_target_that_reads_in_both_directions_is_refused_before_it_drafts():

@@ -296,10 +296,10 @@ def _prompt_length(
     return getattr(config, "_mask_length", shape[1])
 
 
-def position_table(target: PreTrainedModel) -> int | None:
+def position_table(target: PreTrainedModel, learned_only: bool = False) -> int | None:
     """
-    Positions that a target has a table of, learned or computed (GPT-2, OPT, GPT-J), behind which it
-    cannot read; `None` for one that computes them as they come.
+    Positions that a target has a table of (GPT-2, OPT), `None` for one that computes them as they
+    come. Tables that were not learned (GPT-J) can be left out: some grow when they have to.
     """
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tables = [
@@ -307,14 +307,11 @@ def position_table(target: PreTrainedModel) -> int | None:
         for module in target.modules()
         if isinstance(module, torch.nn.Embedding) and module is not target.get_input_embeddings()
     ]
+    if not learned_only:
+        tables += target.buffers()
     # Some keep up to two rows for padding.
-    if context and any(
-        context <= table.shape[0] <= context + 2
-        for table in (*tables, *target.buffers())
-        if table.dim() == 2
-    ):
-        return context
-    return None
+    found = any(t.dim() == 2 and context <= t.shape[0] <= context + 2 for t in tables if context)
+    return context if found else None
 
 
 def check_context_fits(
@@ -324,10 +321,10 @@ def check_context_fits(
     model_kwargs: dict[str, Any],
 ) -> None:
     """
-    Raise `ValueError` for a prompt that leaves no room in the target's table of positions.
+    Raise `ValueError` for a prompt that leaves no room in the target's learned table of positions.
     Arguments as of `check_cache_fits`.
     """
-    table, mask = position_table(target), model_kwargs.get("attention_mask")
+    table, mask = position_table(target, learned_only=True), model_kwargs.get("attention_mask")
     length = _prompt_length(input_ids, config, model_kwargs)
     if mask is not None and mask.dim() == 2:
         length = int(mask.sum(dim=-1).max())

@@ -290,9 +290,7 @@ class _DecodingLoop:
                 row, outputs, entry, past, lags[entry], drafts.shape[1], kept[i], self.frame.cache
             )
         if self.frame.replays:
-            replayed = self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])
-            if synced_gpus and not replayed:
-                self._idle_forwards()
+            self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1], always=synced_gpus)
             self.generator.taps.clear()
         self.generator.commit(kept)
         self._leave(outputs, kept, over)
@@ -416,7 +414,7 @@ class _DecodingLoop:
     def _idle_forwards(self, count: int = 1) -> None:
         """
         Keep step with other processes, which run their part of every forward of a sharded target:
-        one in each round, a second one where some replay, and one at the end. Beside the cache.
+        one in each round, a second one to replay, and one at the end. Beside the cache.
         """
         for _ in range(count):
             self.model(self.rows.text(1), use_cache=False)

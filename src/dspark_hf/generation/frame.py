@@ -172,18 +172,18 @@ class Frame:
                 cache_layers.restore(self.cache.layers[i], saved)
         self._saved, self._added = {}, 0
 
-    def replay(self, forward: Any, input_ids: torch.Tensor, drafts: torch.Tensor) -> bool:
+    def replay(
+        self, forward: Any, input_ids: torch.Tensor, drafts: torch.Tensor, always: bool = False
+    ) -> None:
         """
         Take the last forward back and run the anchor and these drafts alone, which brings a
-        recurrent state to where plain decoding has it. Returns whether there was anything to take
-        back.
+        recurrent state to where plain decoding has it. `always` does so even if nothing is left
+        out, for other processes that have to.
         """
-        if drafts.shape[1] + 1 >= self._added:
-            return False
-        self.rewind()
-        forward(**self.inputs(input_ids, drafts, None), return_dict=True)
-        self._added = drafts.shape[1] + 1
-        return True
+        if always or drafts.shape[1] + 1 < self._added:
+            self.rewind()
+            forward(**self.inputs(input_ids, drafts, None), return_dict=True)
+            self._added = drafts.shape[1] + 1
 
     def roll_back(self, settled: int) -> None:
         """
