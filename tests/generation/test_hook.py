@@ -280,7 +280,8 @@ def test_other_ranks_may_finish_later(monkeypatch, num_right, num_idle):
     drafter = make_scripted(make_drafter(), expected.sequences, num_right)
     output = greedy(target, assistant_model=drafter, synced_gpus=True, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected.sequences)
-    assert len(calls) == 1 + output.statistics.rounds + num_idle
+    # The last one is there for ranks whose rows ended at different places.
+    assert len(calls) == 1 + output.statistics.rounds + num_idle + 1
     for layer, wanted in zip(output.cache.layers, expected.cache.layers, strict=True):
         assert layer.get_seq_length() == wanted.get_seq_length()
         torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-4, rtol=1e-4)

@@ -4,17 +4,25 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BigBirdConfig,
+    BigBirdForCausalLM,
     BitsAndBytesConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3MoeConfig,
@@ -74,22 +82,72 @@ def test_experts_and_sinks(name):
     check(TARGETS[name]().eval())
 
 
-def test_rows_that_lag_draft_within_the_columns_of_the_context():
-    """B065: a table as wide as the context, and rows of all lengths up to its end."""
-    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "max_position_embeddings": 24}
-    config = GPTNeoConfig(
-        vocab_size=97,
-        **sizes,
-        attention_types=[[["global", "local"], 2]],
-        window_size=8,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.4,
-    )
+CONTEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "max_position_embeddings": 24,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+WITH_TABLES = {
+    "gpt_neo": lambda: GPTNeoForCausalLM(
+        GPTNeoConfig(
+            **CONTEXT,
+            num_layers=4,
+            num_heads=2,
+            attention_types=[[["global", "local"], 2]],
+            window_size=8,
+            initializer_range=0.4,
+        )
+    ),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(
+            **CONTEXT,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            ffn_dim=48,
+            word_embed_proj_dim=32,
+            init_std=0.4,
+        )
+    ),
+    "gptj": lambda: GPTJForCausalLM(
+        GPTJConfig(**CONTEXT, n_layer=4, n_head=2, rotary_dim=8, initializer_range=0.4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_drafts_stay_within_a_table_of_positions(name):
+    """
+    B065: rows of all lengths up to its end, and a call that may go beyond it but stops before.
+    """
     torch.manual_seed(0)
-    target = GPTNeoForCausalLM(config).eval()
+    target = WITH_TABLES[name]().eval()
     target.generation_config.pad_token_id = 0
     check(target, prompts=make_prompts([4, 12, 12]), new_tokens=12)
+    prompt = make_prompts([18])[0]
+    text = target.generate(prompt, max_new_tokens=7, do_sample=False)
+    options = {"eos_token_id": int(text[0, -1]), "max_new_tokens": 40, "do_sample": False}
+    expected = target.generate(prompt, **options)
+    drafter = script_rows(make_drafter(), [text[0]], [4])
+    assert torch.equal(target.generate(prompt, assistant_model=drafter, **options), expected)
+    if name != "gptj":  # Its table was not learned, and such may grow.
+        with pytest.raises(ValueError, match=r"prompt has 24 tokens.*has 24 positions"):
+            target.generate(make_prompts([24])[0], assistant_model=drafter, max_new_tokens=2)
+
+
+def test_a_target_that_reads_in_both_directions_is_refused_before_it_drafts():
+    """In a block, tokens would see the drafts behind them. A decoder may say the same of itself."""
+    sizes = {name: value for name, value in SHARED.items() if "head" not in name}
+    torch.manual_seed(0)
+    config = BigBirdConfig(**sizes, num_attention_heads=2)
+    with pytest.raises(ValueError, match="BigBirdForCausalLM attends to what follows"):
+        BigBirdForCausalLM(config).eval().generate(
+            make_prompts([6])[0], assistant_model=make_drafter(), max_new_tokens=4
+        )
+    config = GPTNeoXConfig(**sizes, num_attention_heads=2, is_decoder=False)
+    check(GPTNeoXForCausalLM(config).eval())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -205,9 +263,10 @@ def test_multimodal_targets(make, with_images):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_targets_quantised_by_bitsandbytes(tmp_path, bits):
     """
-    Four bits are exact in float32. Eight bits are not: activations are rounded in float16, with
-    outliers looked for in all positions of a forward together, so blocks and single tokens round
-    differently and near-ties may fall otherwise.
+    Four bits are exact in float32, or nearly so on CPUs where their kernel rounds to bfloat16.
+    Eight bits are not: activations are rounded in float16, with outliers looked for in all
+    positions of a forward together, so blocks and single tokens round differently and near-ties may
+    fall otherwise.
     """
     # Its CPU kernels want 64 inputs and 32 outputs.
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}

@@ -296,6 +296,46 @@ def _prompt_length(
     return getattr(config, "_mask_length", shape[1])
 
 
+def position_table(target: PreTrainedModel, learned_only: bool = False) -> int | None:
+    """
+    Positions that a target has a table of (GPT-2, OPT), `None` for one that computes them as they
+    come. Tables that were not learned (GPT-J) can be left out: some grow when they have to.
+    """
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tables = [
+        module.weight
+        for module in target.modules()
+        if isinstance(module, torch.nn.Embedding) and module is not target.get_input_embeddings()
+    ]
+    if not learned_only:
+        tables += target.buffers()
+    # Some keep up to two rows for padding.
+    found = any(t.dim() == 2 and context <= t.shape[0] <= context + 2 for t in tables if context)
+    return context if found else None
+
+
+def check_context_fits(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """
+    Raise `ValueError` for a prompt that leaves no room in the target's learned table of positions.
+    Arguments as of `check_cache_fits`.
+    """
+    table, mask = position_table(target, learned_only=True), model_kwargs.get("attention_mask")
+    length = _prompt_length(input_ids, config, model_kwargs)
+    if mask is not None and mask.dim() == 2:
+        length = int(mask.sum(dim=-1).max())
+    needed = length + (config.max_length - input_ids.shape[1] > 1)
+    if table is not None and needed > table:
+        raise ValueError(
+            f"The prompt has {length} tokens, and {type(target).__name__} has {table} positions "
+            "for it and for what is generated. Shorten the prompt."
+        )
+
+
 def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:
     """
     Whether what a row of a batch gets depends on how far other rows are, or on the column it stands
@@ -304,6 +344,21 @@ def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:
     positions = model_kwargs.get("position_ids")
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
     return positions is None or positions.dim() != 2 or "chunked_attention" in layer_types
+
+
+def check_causality(target: PreTrainedModel) -> None:
+    """
+    Raise `ValueError` for an encoder that was not made a decoder: in a block, tokens would see the
+    drafts behind them. Some decoders (GPT-NeoX) have `is_decoder=False` as well, so it is measured,
+    once per target.
+    """
+    text = target.config.get_text_config(decoder=True)
+    if not getattr(text, "is_decoder", True) and not _parts_equal_the_whole(target):
+        raise ValueError(
+            f"{type(target).__name__} attends to what follows a token as well, so drafts would "
+            "change what stands before them. Load it with is_decoder=True, or generate without "
+            "assistant_model."
+        )
 
 
 def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
@@ -320,14 +375,18 @@ def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
             f"{type(target).__name__} has a recurrent state and no attention layer, so its cache "
             "does not know its length. Generate without assistant_model."
         )
-    if target not in _KEEPS_STATE:
-        _KEEPS_STATE[target] = _keeps_state(target)
-    if not _KEEPS_STATE[target]:
+    if not _parts_equal_the_whole(target):
         raise ValueError(
             f"{type(target).__name__} loses its recurrent state when it reads several tokens at a "
             "time behind a cached text, so drafts cannot be verified. Generate without "
             "assistant_model."
         )
+
+
+def _parts_equal_the_whole(target: PreTrainedModel) -> bool:
+    if target not in _KEEPS_STATE:
+        _KEEPS_STATE[target] = _keeps_state(target)
+    return _KEEPS_STATE[target]
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ from .checks import (
     check_batch,
     check_cache,
     check_cache_fits,
+    check_causality,
+    check_context_fits,
     check_generation_mode,
     check_linear_attention,
     check_padding,
@@ -107,6 +109,8 @@ def decode(
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
         check_cache_fits(input_ids, generation_config, model_kwargs)
+        check_context_fits(model, input_ids, generation_config, model_kwargs)
+        check_causality(model)
         check_linear_attention(model, model_kwargs["cache"])
         loop = _DecodingLoop(
             model,
@@ -197,10 +201,11 @@ class _DecodingLoop:
                     not self.rows.active, synced_gpus, device=self.rows.device
                 ):
                     if self.rows.active:
-                        self._round()
+                        self._round(synced_gpus)
                     else:
-                        self._idle_forward()
-            self.frame.finish(self.forward, self.rows)
+                        self._idle_forwards(2 if self.frame.replays else 1)
+            if not self.frame.finish(self.forward, self.rows) and synced_gpus:
+                self._idle_forwards()
         except BaseException:
             if hasattr(self, "frame"):
                 self.frame.roll_back(self.settled)
@@ -250,12 +255,11 @@ class _DecodingLoop:
             lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
-            new_tokens=self.config.max_length - self.rows.prompt_length,
         )
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)
 
-    def _round(self) -> None:
+    def _round(self, synced_gpus: bool) -> None:
         """Draft, verify, commit."""
         started = time.perf_counter()
         proposal = self.generator.propose(
@@ -286,7 +290,7 @@ class _DecodingLoop:
                 row, outputs, entry, past, lags[entry], drafts.shape[1], kept[i], self.frame.cache
             )
         if self.frame.replays:
-            self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1])
+            self.frame.replay(self.forward, texts, drafts[:, : max(kept) - 1], always=synced_gpus)
             self.generator.taps.clear()
         self.generator.commit(kept)
         self._leave(outputs, kept, over)
@@ -409,15 +413,14 @@ class _DecodingLoop:
                 )
             )
 
-    def _idle_forward(self) -> None:
-        """Keep step with other processes that still generate."""
-        proposal = Proposal.empty(self.rows.anchored(self.frame.rows)[:, -1])
-        inputs = self.frame.inputs(
-            self.rows.anchored(self.frame.rows), proposal.tokens, lengths=None
-        )
-        self.frame.run(self.forward, inputs, 0)
+    def _idle_forwards(self, count: int = 1) -> None:
+        """
+        Keep step with other processes, which run their part of every forward of a sharded target:
+        one in each round, a second one to replay, and one at the end. Beside the cache.
+        """
+        for _ in range(count):
+            self.model(self.rows.text(1), use_cache=False)
         self.generator.taps.clear()
-        self.frame.rewind()
 
     def _finish(self) -> DSparkDecoderOnlyOutput | torch.Tensor:
         if self.streamer is not None:

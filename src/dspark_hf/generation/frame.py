@@ -22,6 +22,7 @@ from transformers import Cache, PreTrainedModel
 
 from . import cache_layers
 from .cache_layers import Columns
+from .checks import position_table
 from .rows import Rows
 
 # What the host hands to every forward with one column per token of the text.
@@ -55,7 +56,6 @@ class Frame:
         num_rows (`int`): R.
         lock_step (`bool`): whether rows may not be moved singly whatever the cache is.
         keeps_cache (`bool`): whether the caller gets the cache back.
-        new_tokens (`int`): most tokens that the call generates.
 
     Attributes:
         rows (`list[int]`): which rows of the batch are in the rectangle.
@@ -72,7 +72,6 @@ class Frame:
         num_rows: int,
         lock_step: bool,
         keeps_cache: bool,
-        new_tokens: int,
     ):
         self.model = model
         self.kwargs = kwargs
@@ -82,10 +81,9 @@ class Frame:
         self.active = list(range(num_rows))
         self.lags = [0] * num_rows
         self.length = int(cache.get_seq_length())
-        # A row that lags may draft in columns that plain decoding never reaches, and some targets
-        # (GPT-Neo) have a table of the columns of their context.
-        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0)
-        self._most_columns = max(self.length + new_tokens - 1, context or 0)
+        # Drafts must not reach behind a table of positions. It is columns that count: a row that
+        # lags may get some that plain decoding never has, and some targets (GPT-Neo) index by them.
+        self._most_columns = position_table(model)
         layers = cache.layers
         self.lock_step = num_rows > 1 and (
             lock_step or not all(cache_layers.moves_rows(layer) for layer in layers)
@@ -108,11 +106,13 @@ class Frame:
         if positions is not None and positions.dim() == 2 and positions.shape[0] < num_rows:
             kwargs["position_ids"] = positions.expand(num_rows, -1)
 
-    def room(self) -> int:
-        """Most draft tokens that cache and context allow in one forward."""
+    def room(self) -> int | None:
+        """Most draft tokens that cache and context allow in one forward; `None` is any number."""
         rooms = [cache_layers.room(layer, self.length) for layer in self.cache.layers]
-        rooms.append(self._most_columns - self.length)
-        return max(min(room for room in rooms if room is not None) - 1, 0)
+        if self._most_columns is not None:
+            rooms.append(self._most_columns - self.length)
+        limits = [room for room in rooms if room is not None]
+        return max(min(limits) - 1, 0) if limits else None
 
     def inputs(
         self, input_ids: torch.Tensor, drafts: torch.Tensor, lengths: torch.Tensor | None
@@ -172,12 +172,15 @@ class Frame:
                 cache_layers.restore(self.cache.layers[i], saved)
         self._saved, self._added = {}, 0
 
-    def replay(self, forward: Any, input_ids: torch.Tensor, drafts: torch.Tensor) -> None:
+    def replay(
+        self, forward: Any, input_ids: torch.Tensor, drafts: torch.Tensor, always: bool = False
+    ) -> None:
         """
         Take the last forward back and run the anchor and these drafts alone, which brings a
-        recurrent state to where plain decoding has it.
+        recurrent state to where plain decoding has it. `always` does so even if nothing is left
+        out, for other processes that have to.
         """
-        if drafts.shape[1] + 1 < self._added:
+        if always or drafts.shape[1] + 1 < self._added:
             self.rewind()
             forward(**self.inputs(input_ids, drafts, None), return_dict=True)
             self._added = drafts.shape[1] + 1
@@ -235,15 +238,16 @@ class Frame:
         self.rows = [self.rows[i] for i in stay]
         self.length, self._added, self._saved = length, 0, {}
 
-    def finish(self, forward: Any, rows: Rows) -> None:
+    def finish(self, forward: Any, rows: Rows) -> bool:
         """
         Give the cache back in the layout of the returned sequences, all rows in it.
 
         The cache lacks the last token of every row. Plain decoding lacks it for the longest rows
         only, having gone on behind the end of the others, so those get a forward of their own.
+        Returns whether there was one.
         """
         if not self.keeps_cache or not (any(self.lags) or self._parked):
-            return
+            return False
         for entry, number in enumerate(self.rows):
             if number not in self._parked:
                 own = self.length - self.lags[entry]
@@ -262,6 +266,7 @@ class Frame:
                     parked[i] = self._park(i, self.length + 1, row.length + 1)
         self._unpark(parked, [row.length - row.end for row in parked], longest)
         self.length, self._added = longest, 0
+        return bool(short)
 
     def stop_recording(self) -> None:
         """The cache may live on with the caller, who does not crop after every forward."""
