@@ -105,7 +105,6 @@ def main() -> None:
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     arguments = parser.parse_args()
     pair = load_pair(arguments.target, arguments.drafter, arguments.dtype, threads=1)
