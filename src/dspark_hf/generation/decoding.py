@@ -23,19 +23,21 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from ..drafting import probabilities, sample
-from .candidate_generator import DSparkCandidateGenerator, Proposal
-from .checks import (
-    check_batch,
+from .cache_checks import (
     check_cache,
     check_cache_fits,
     check_causality,
     check_context_fits,
-    check_generation_mode,
     check_linear_attention,
+    rows_are_coupled,
+)
+from .candidate_generator import DSparkCandidateGenerator, Proposal
+from .checks import (
+    check_batch,
+    check_generation_mode,
     check_padding,
     check_pairing,
     check_processors,
-    rows_are_coupled,
     warn_if_useless,
 )
 from .compiling import compiled_widths, prefill_config, will_compile

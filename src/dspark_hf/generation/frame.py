@@ -21,8 +21,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from . import cache_layers
+from .cache_checks import position_table
 from .cache_layers import Columns
-from .checks import position_table
 from .rows import Rows
 
 # What the host hands to every forward with one column per token of the text.

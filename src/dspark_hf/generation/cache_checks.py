@@ -1,0 +1,196 @@
+"""
+What is refused before any compute because of the target's cache, its positions or its state: what
+cannot be rolled back exactly, and what does not fit.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from .cache_layers import can_roll_back, is_static, rows_held
+
+_KEEPS_STATE: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
+
+
+def check_cache(cache: Cache | None, after_prefill: bool) -> None:
+    """
+    Raise `ValueError` if rejected tokens could not be taken out of the target's cache again.
+
+    Layers with a recurrent state know only after the prefill whether they have one.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            "Speculation needs a cache object of the host library, and this target works with "
+            f"{'none or one of its own' if cache is None else type(cache).__name__}. Generate "
+            "without assistant_model."
+        )
+    if isinstance(cache, EncoderDecoderCache) or (
+        all(layer.is_croppable for layer in cache.layers) and not cache.is_croppable
+    ):
+        raise ValueError(
+            f"{type(cache).__name__} keeps more than its layers, which cannot be rolled back after "
+            "a rejected draft. Give a DynamicCache or none, or generate without assistant_model."
+        )
+    for layer in cache.layers:
+        if not after_prefill and isinstance(layer, LinearAttentionCacheLayerMixin):
+            continue
+        if not can_roll_back(layer):
+            raise ValueError(
+                f"{type(layer).__name__} of the target's cache cannot be rolled back after a "
+                "rejected draft. Use the default dynamic cache (leave cache_implementation "
+                "unset), or generate without assistant_model."
+            )
+
+
+def check_cache_fits(
+    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """
+    Raise `ValueError` for a cache made for another batch, or too short for the text.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(R, n)`):
+            What `max_length` counts from; the prompt, except for what a cache or embeddings hold.
+        config (`GenerationConfig`): of the call.
+        model_kwargs (`dict`): for the target's forwards, the cache among them.
+    """
+    num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
+    length = _prompt_length(input_ids, config, model_kwargs)
+    # The last token is not cached.
+    needed = length + new_tokens - 1
+    for layer in model_kwargs["cache"].layers:
+        held = rows_held(layer)
+        if held not in (None, num_rows):
+            raise ValueError(
+                f"The cache holds {held} rows and the batch has {num_rows}. Give the cache that "
+                "belongs to this batch, or none."
+            )
+        if is_static(layer) and not layer.is_sliding and layer.max_cache_len < needed:
+            raise ValueError(
+                f"The static cache holds {layer.max_cache_len} positions, and a prompt of {length} "
+                f"with {new_tokens} new tokens needs {needed}. Make it longer, or ask for fewer "
+                "new tokens."
+            )
+
+
+def _prompt_length(
+    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> int:
+    """Columns of the prompt; `input_ids` may lack those that a cache or embeddings hold."""
+    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    if mask is not None:
+        return mask.shape[1]
+    # What the host notes when it drops a mask that hides nothing.
+    shape = (input_ids if embeddings is None else embeddings).shape
+    return getattr(config, "_mask_length", shape[1])
+
+
+def position_table(target: PreTrainedModel, learned_only: bool = False) -> int | None:
+    """
+    Positions that a target has a table of (GPT-2, OPT), `None` for one that computes them as they
+    come. Tables that were not learned (GPT-J) can be left out: some grow when they have to.
+    """
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tables = [
+        module.weight
+        for module in target.modules()
+        if isinstance(module, torch.nn.Embedding) and module is not target.get_input_embeddings()
+    ]
+    if not learned_only:
+        tables += target.buffers()
+    # Some keep up to two rows for padding.
+    found = any(t.dim() == 2 and context <= t.shape[0] <= context + 2 for t in tables if context)
+    return context if found else None
+
+
+def check_context_fits(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """
+    Raise `ValueError` for a prompt that leaves no room in the target's learned table of positions.
+    Arguments as of `check_cache_fits`.
+    """
+    table, mask = position_table(target, learned_only=True), model_kwargs.get("attention_mask")
+    length = _prompt_length(input_ids, config, model_kwargs)
+    if mask is not None and mask.dim() == 2:
+        length = int(mask.sum(dim=-1).max())
+    needed = length + (config.max_length - input_ids.shape[1] > 1)
+    if table is not None and needed > table:
+        raise ValueError(
+            f"The prompt has {length} tokens, and {type(target).__name__} has {table} positions "
+            "for it and for what is generated. Shorten the prompt."
+        )
+
+
+def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:
+    """
+    Whether what a row of a batch gets depends on how far other rows are, or on the column it stands
+    in: positions not given to the target as `(R, n)`, or attention over chunks of columns.
+    """
+    positions = model_kwargs.get("position_ids")
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return positions is None or positions.dim() != 2 or "chunked_attention" in layer_types
+
+
+def check_causality(target: PreTrainedModel) -> None:
+    """
+    Raise `ValueError` for an encoder that was not made a decoder: in a block, tokens would see the
+    drafts behind them. Some decoders (GPT-NeoX) have `is_decoder=False` as well, so it is measured,
+    once per target.
+    """
+    text = target.config.get_text_config(decoder=True)
+    if not getattr(text, "is_decoder", True) and not _parts_equal_the_whole(target):
+        raise ValueError(
+            f"{type(target).__name__} attends to what follows a token as well, so drafts would "
+            "change what stands before them. Load it with is_decoder=True, or generate without "
+            "assistant_model."
+        )
+
+
+def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
+    """
+    Measure, once per target, whether a recurrent state survives several tokens at a time.
+
+    Raises:
+        `ValueError`: it does not, so a block cannot be verified in one forward.
+    """
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        return
+    if all(cache.is_linear):
+        raise ValueError(
+            f"{type(target).__name__} has a recurrent state and no attention layer, so its cache "
+            "does not know its length. Generate without assistant_model."
+        )
+    if not _parts_equal_the_whole(target):
+        raise ValueError(
+            f"{type(target).__name__} loses its recurrent state when it reads several tokens at a "
+            "time behind a cached text, so drafts cannot be verified. Generate without "
+            "assistant_model."
+        )
+
+
+def _parts_equal_the_whole(target: PreTrainedModel) -> bool:
+    if target not in _KEEPS_STATE:
+        _KEEPS_STATE[target] = _keeps_state(target)
+    return _KEEPS_STATE[target]
+
+
+@torch.no_grad()
+def _keeps_state(target: PreTrainedModel) -> bool:
+    ids = (
+        torch.arange(3, 9, device=target.device)[None] % target.config.get_text_config().vocab_size
+    )
+    whole = target(ids).logits[:, -1].float()
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(ids[:, :3], cache=cache)
+    parts = target(ids[:, 3:], cache=cache).logits[:, -1].float()
+    # Rounding stays far below the root of the precision; in float32 even a state that hardly
+    # matters stands out.
+    tolerance = torch.finfo(target.dtype).eps ** 0.5
+    return float((whole - parts).norm()) < tolerance * float((whole - whole.mean()).norm())
