@@ -118,6 +118,25 @@ def test_padding_changes_neither_drafts_nor_text(padding):
     assert len(found) > 12
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_token_types_go_on_with_the_last_one(num_rows):
+    """Speakers that change within the last tokens of the prompt; a block is all of the last one."""
+    target, prompts = target_of("gpt2"), make_prompts([8, 5, 7][:num_rows])
+    batch = pad_left(prompts)
+    types = torch.full_like(batch["input_ids"], 5)
+    types[:, -2:] = torch.tensor([[7], [9], [11]])[:num_rows]
+    options = {"token_type_ids": types, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = target.generate(**batch, **options)
+    texts = [
+        row[-len(prompt[0]) - NEW_TOKENS :] for row, prompt in zip(expected, prompts, strict=True)
+    ]
+    drafter = script_rows(make_drafter(), texts, [4, 2, 0])
+    with collect_statistics() as statistics:
+        output = target.generate(**batch, **options, assistant_model=drafter)
+    assert torch.equal(output, expected)
+    assert statistics.accepted > 8
+
+
 @pytest.mark.parametrize("stops", [(0,), (1,), (0, 2), (0, 1, 2)])
 def test_rows_that_finish_leave_and_are_padded(stops):
     """B062: pad only, no drafts, nothing in the statistics."""

@@ -11,6 +11,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     StaticCache,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 from transformers.cache_utils import (
     BaseQuantizedLayer,
@@ -229,6 +231,27 @@ def test_a_state_that_is_lost_between_forwards_is_refused_before_compute(monkeyp
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", forgetful)
     with pytest.raises(ValueError, match="loses its recurrent state"):
         greedy(target, None, pad_left(make_prompts([6])), assistant_model=make_drafter())
+
+
+def test_time_steps_that_only_blocks_limit_are_refused():
+    """Single tokens are not limited, so their states would be others than those of a block."""
+    config = Zamba2Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        mamba_d_state=8,
+        mamba_headdim=16,
+        n_mamba_heads=4,
+        layers_block_type=["mamba", "hybrid"],
+        num_mem_blocks=1,
+    )
+    target = Zamba2ForCausalLM(config).eval()
+    drafter = make_drafter()
+    with pytest.raises(ValueError, match=r"time steps between 0.001 and inf in forwards over sev"):
+        greedy(target, None, pad_left(make_prompts([6])), assistant_model=drafter)
 
 
 @pytest.mark.parametrize("given", ["whole", "embeddings", "continuation"])

@@ -43,6 +43,19 @@ def test_the_plan_for_published_checkpoints(
     assert found["confidence_head_with_markov"]
 
 
+def test_the_plan_is_what_is_loaded(tmp_path):
+    """In memory to the byte, inside of a target and split from it."""
+    folder = copy_repository(tmp_path / "v4")
+    drafter = DSparkDrafter.from_pretrained(folder, dtype=torch.bfloat16)
+    drafter.save_pretrained(tmp_path / "split")
+    inside, split = describe(str(folder)), describe(str(tmp_path / "split"))
+    size = sum(tensor.nbytes for tensor in drafter.state_dict().values())
+    assert inside["num_bytes_in_memory"] == split["num_bytes_in_memory"] == size
+    assert inside["num_parameters"] == split["num_parameters"]
+    assert inside["interleaved_rotary"]
+    assert split["interleaved_rotary"]
+
+
 def test_the_plan_counts_what_else_is_in_the_files(tmp_path):
     """They are fetched whole, with the target's weights that share them."""
     folder = copy_repository(tmp_path / "v4")

@@ -47,9 +47,12 @@ def lengths_of(drafter, target=None, new_tokens=12, **options):
     return found[:-4] or found[:1]
 
 
-@pytest.mark.parametrize("where", ["keyword", "config", "target", "drafter", "saved drafter"])
+WHERE = ["keyword", "config", "target", "saved target", "drafter", "saved drafter"]
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_scheduling_from_everywhere(where, tmp_path):
-    """B094, B097: a keyword, a config, the target's, the drafter's, and a drafter from disk."""
+    """B094, B097: a keyword, a config, the target's, the drafter's, and those from disk."""
     target, drafter, options = make_target("qwen3"), with_confidence(0.0), {}
     # Even odds: the second token does not pay for its step, the first is free.
     fields = SCHEDULED | {"dspark_load": 0}
@@ -59,6 +62,12 @@ def test_scheduling_from_everywhere(where, tmp_path):
         options["generation_config"] = GenerationConfig(**fields)
     elif where == "target":
         target.generation_config.update(**fields)
+    elif where == "saved target":
+        # As the config of a published target says that began as a model's default.
+        target.generation_config._from_model_config = True
+        target.generation_config.update(**fields)
+        target.save_pretrained(tmp_path)
+        target = type(target).from_pretrained(tmp_path)
     else:
         drafter.generation_config.update(**fields)
     if where == "saved drafter":

@@ -77,6 +77,9 @@ def test_the_advice_follows_the_costs():
     assert choice.settings.verification in ("scheduled", "threshold")
     assert choice.speedup > max(one.speedup for one in dear[:2]) * 1.01
     assert "dspark_verification" in choice.options
+    assert "dspark_load" not in choice.options
+    loaded = compare_policies(MIXED, linear(0.5, 0.2), load=3)[3].options
+    assert loaded["dspark_load"] == 3
     assert recommend(compare_policies(MIXED, linear(0.1, 5.0))) is None
 
 

@@ -130,9 +130,7 @@ class Frame:
         num_drafts = drafts.shape[1]
         kwargs = copy.copy(self.kwargs)
         if num_drafts:
-            kwargs = self.model._update_model_kwargs_for_generation(
-                {}, kwargs, num_new_tokens=num_drafts
-            )
+            kwargs = _extended(self.model, {}, kwargs, num_drafts)
             positions = kwargs.get("position_ids")
             if lengths is not None and positions is not None:
                 last = (positions[..., -num_drafts - 1 : -num_drafts] + lengths[:, None]).to(
@@ -276,9 +274,7 @@ class Frame:
 
     def _extend(self, outputs: Any, count: int) -> None:
         if count:
-            self.kwargs = self.model._update_model_kwargs_for_generation(
-                outputs, self.kwargs, num_new_tokens=count
-            )
+            self.kwargs = _extended(self.model, outputs, self.kwargs, count)
 
     def _record_past(self) -> None:
         # Every forward is followed by a crop, which lets sliding layers roll back past their
@@ -346,6 +342,19 @@ class Frame:
             value = self.kwargs.get(name)
             if value is not None:
                 self.kwargs[name] = _shifted(value[left] if dropped else value, shifts, length + 1)
+
+
+def _extended(
+    model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any], count: int
+) -> dict[str, Any]:
+    """
+    What the host makes of its inputs for `count` more tokens. Types are extended token by token, as
+    in plain decoding: at once, the host would repeat the last `count` of them and not the last one.
+    """
+    at_once = kwargs.get("token_type_ids") is None
+    for step in [count] if at_once else [1] * count:
+        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=step)
+    return kwargs
 
 
 def crop_to(cache: Cache, length: int) -> None:

@@ -7,6 +7,7 @@ ordinary multi-token-prediction block, which base checkpoints carry at the same 
 """
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +19,7 @@ from ..configuration_dspark import DSparkConfig
 from ..quantised import FP8_BLOCK, dequantise_fp8
 from .detection import DEEPSEEK_V4, UnsupportedCheckpointError
 from .files import FLOAT_BYTES, TensorInfo, fetch, num_bytes, read_object
-from .reading import ConfigReader, Reading
+from .reading import ConfigReader, Reading, refuse_negative_taps
 
 PREFIX = "mtp."
 
@@ -135,6 +136,8 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
     expert = reader.tensors.get("mtp.0.ffn.experts.0.w1.weight")
     confidence = f"mtp.{stages - 1}.confidence_head.proj"
     has_confidence = f"{confidence}.weight" in reader.tensors
+    taps = reader.require("target_layer_ids", "dspark_target_layer_ids")
+    refuse_negative_taps(reader, taps)
     reader.by_rule("anchor_predicts", "every DeepSeek-V4 drafter")
     reader.by_rule("confidence_head", "the tensors")
     config = DSparkConfig(
@@ -150,7 +153,7 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
         },
         block_size=reader.require("block_size", "dspark_block_size"),
         mask_token_id=reader.require("mask_token_id", "dspark_noise_token_id"),
-        target_layer_ids=reader.require("target_layer_ids", "dspark_target_layer_ids"),
+        target_layer_ids=taps,
         num_target_layers=depth,
         target_hidden_size=body["hidden_size"],
         vocab_size=vocab_size,
@@ -303,39 +306,43 @@ def _known_formats(name: str, is_packed: bool) -> tuple[str, ...]:
     return ("F8_E4M3", *FLOAT_BYTES)
 
 
-def storage_facts(
-    own: Mapping[str, torch.Tensor], config: DSparkConfig, tensors: Mapping[str, TensorInfo]
-) -> dict[str, Any]:
-    """
-    What `dspark-hf inspect` says about an embedded drafter before anything is fetched: parameters
-    (a byte of packed FP4 holds two, scales are none), the files that hold it, which are fetched
-    whole, and the bytes that it takes in memory, its floating-point weights in bfloat16.
-    """
-    per_file: dict[str, list[int]] = {}
-    whole: dict[str, int] = {}
-    num_parameters = 0
-    for tensor in tensors.values():
-        size = math.prod(tensor.shape)
-        num_parameters += {"I8": 2, "F8_E8M0": 0}.get(tensor.dtype, 1) * size
-        per_file.setdefault(tensor.file, []).append(num_bytes(tensor))
-        whole[tensor.file] = tensor.file_bytes
+def num_parameters(tensors: Mapping[str, TensorInfo]) -> int:
+    """Of stored tensors: a byte of packed FP4 holds two, scales are none."""
+    per_value = {"I8": 2, "F8_E8M0": 0}
+    return sum(
+        (2 * (not name.endswith("_scale")) if info.dtype == "U8" else per_value.get(info.dtype, 1))
+        * math.prod(info.shape)
+        for name, info in tensors.items()
+    )
+
+
+def bytes_in_memory(own: Mapping[str, torch.Tensor]) -> int:
+    """Of a drafter's state: packed experts as they are, other weights in bfloat16 or float32."""
     # Here and not above: dialects are told apart without the host's modeling code.
     from ..backbones.deepseek_v4 import FLOAT32_MODULES
 
-    float32 = set(FLOAT32_MODULES)
-    in_memory = sum(
-        tensor.numel()
-        * (1 if tensor.dtype == torch.uint8 else 4 if set(name.split(".")) & float32 else 2)
+    # As the host matches them: `norm` finds `hidden_norm` as well.
+    float32 = re.compile(rf"(^|.)({'|'.join(FLOAT32_MODULES)})($|.)")
+    return sum(
+        tensor.numel() * (1 if tensor.dtype == torch.uint8 else 4 if float32.search(name) else 2)
         for name, tensor in own.items()
     )
-    return {
-        "num_parameters": num_parameters,
-        "num_bytes_in_memory": in_memory,
-        "files": [
-            f"{file} ({len(sizes):,} tensors, {_gigabytes(sum(sizes), whole[file])})"
-            for file, sizes in sorted(per_file.items())
-        ],
-    }
+
+
+def planned_files(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """
+    What `dspark-hf inspect` says about the files of an embedded drafter before they are fetched:
+    they are fetched whole.
+    """
+    per_file: dict[str, list[int]] = {}
+    whole: dict[str, int] = {}
+    for tensor in tensors.values():
+        per_file.setdefault(tensor.file, []).append(num_bytes(tensor))
+        whole[tensor.file] = tensor.file_bytes
+    return [
+        f"{file} ({len(sizes):,} tensors, {_gigabytes(sum(sizes), whole[file])})"
+        for file, sizes in sorted(per_file.items())
+    ]
 
 
 def _gigabytes(own: int, whole: int) -> str:

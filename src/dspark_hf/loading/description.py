@@ -1,6 +1,5 @@
 """A checkpoint described without loading its weights: what `dspark-hf inspect` prints."""
 
-import math
 from typing import Any
 
 from ..auto import drafter_class_of
@@ -65,6 +64,7 @@ def describe(
         bound.append("embedding")
     if not config.stores_output_embeddings:
         bound.append("output head")
+    is_v4 = config.backbone_config.model_type == DEEPSEEK_V4
     described = {
         "source": source,
         "dialect": facts.dialect,
@@ -80,7 +80,8 @@ def describe(
         "backbone": config.backbone_config.model_type,
         "num_draft_layers": config.backbone_config.num_hidden_layers,
         "rope": _rotary(config),
-        "interleaved_rotary": reading.interleaved_rotary,
+        # Those of DeepSeek-V4 are so in the host as well; what others store is put in order.
+        "interleaved_rotary": reading.interleaved_rotary or is_v4,
         **(_block_facts(config) if isinstance(config, DSparkConfig) else _row_facts(config)),
         "final_logit_softcapping": config.final_logit_softcapping,
         "bound_from_target": bound,
@@ -89,20 +90,24 @@ def describe(
     return {
         **described,
         "num_tensors": len(tensors),
-        "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        "num_parameters": deepseek_v4.num_parameters(tensors),
         "num_bytes": sum(num_bytes(tensor) for tensor in tensors.values()),
         "stored_dtypes": sorted({tensor.dtype for tensor in tensors.values()}),
-        "files": sorted({tensor.file for tensor in tensors.values()}),
+        **(
+            {"num_bytes_in_memory": deepseek_v4.bytes_in_memory(meta_state(cls, config))}
+            if is_v4
+            else {}
+        ),
+        "files": (
+            deepseek_v4.planned_files(tensors)
+            if facts.dialect == DEEPSEEK_V4
+            else sorted({tensor.file for tensor in tensors.values()})
+        ),
         "renamed_tensors": reading.renames,
         "ignored_tensors": sorted(reading.unneeded),
         "ignored_config_keys": reading.unread,
         "origins": _origins(facts, [name for name in described if name not in _NO_FACTS]),
         "warnings": reading.warnings,
-        **(
-            deepseek_v4.storage_facts(meta_state(cls, config), config, tensors)
-            if facts.dialect == DEEPSEEK_V4
-            else {}
-        ),
     }
 
 
@@ -118,7 +123,7 @@ def _origins(facts: CheckpointFacts, names: list[str]) -> dict[str, str]:
     bound = [origins[name].removeprefix("= ") for name in matrices if name in origins]
     derived = {
         "family": "= the heads" if isinstance(facts.config, DSparkConfig) else by_layout,
-        "bound_from_target": f"= {'; '.join(bound)}",
+        "bound_from_target": f"= {'; '.join(bound)}" if bound else by_layout,
         "confidence_head_bias": "= the tensors",
     }
     for name in names:

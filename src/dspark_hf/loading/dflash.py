@@ -138,8 +138,13 @@ def _attention(reader: ConfigReader, body: dict[str, Any]) -> tuple[dict[str, An
     """The body with ModelOpt's window on every layer, and whether blocks are causal."""
     places = (f"{_SECTION}.causal", "is_causal", f"{_SECTION}.is_causal")
     causal = bool(reader.flag("causal", *places))
-    window = _get(reader, "swa_window_size", "sliding_window")
     if _flag(reader, "use_swa", "use_swa"):
+        window = _get(reader, "swa_window_size", "sliding_window")
+        other = reader.raw.get("sliding_window")
+        if window and other and window != other:
+            reader.warn(
+                f"swa_window_size is {window} and sliding_window {other}: the first is read."
+            )
         window = window or reader.get("sliding_window", "sliding_window")
         if not window:
             raise ValueError(
@@ -157,10 +162,12 @@ def _attention(reader: ConfigReader, body: dict[str, Any]) -> tuple[dict[str, An
 
 def _report_idle_window(reader: ConfigReader, kinds: list[str]) -> None:
     """Say that a window is stated which no layer has; copies of a target's config switch it off."""
+    if "sliding_attention" in kinds:
+        return
     window = _get(reader, "swa_window_size", "sliding_window")
     window = window or reader.get("sliding_window", "sliding_window")
     is_off = False in (_flag(reader, "use_swa", "use_swa"), reader.raw.get("use_sliding_window"))
-    if window and not is_off and "sliding_attention" not in kinds:
+    if window and not is_off:
         reader.warn(
             f"a window of {window} is stated and no layer slides: read as full attention. In files "
             "of ModelOpt it holds for every layer; set dflash_config.use_swa if this is one."

@@ -7,7 +7,7 @@ be judged on the same rounds, at any load, without running a model; the profile 
 have cost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class PolicyOutcome:
             options["dspark_confidence_threshold"] = settings.confidence_threshold
         if settings.verification == SCHEDULED:
             options["dspark_scheduler"] = settings.scheduler
+            if settings.load:
+                options["dspark_load"] = settings.load
         return options
 
 
@@ -120,7 +122,7 @@ def replay(
     plain = (rows + load) / float(profile.step_seconds(rows + load))
     verified = int(lengths.sum())
     return PolicyOutcome(
-        settings=settings,
+        settings=replace(settings, load=load),
         num_draft_tokens=most,
         accepted_length=1 + float(accepted.double().mean()),
         mean_verified=float(lengths.double().mean()),
