@@ -236,16 +236,11 @@ def test_a_state_that_is_lost_between_forwards_is_refused_before_compute(monkeyp
 def test_time_steps_that_only_blocks_limit_are_refused():
     """Single tokens are not limited, so their states would be others than those of a block."""
     config = Zamba2Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        **SHARED | {"num_key_value_heads": 2},
         mamba_d_state=8,
         mamba_headdim=16,
         n_mamba_heads=4,
-        layers_block_type=["mamba", "hybrid"],
+        layers_block_type=["mamba", "hybrid"] * 2,
         num_mem_blocks=1,
     )
     target = Zamba2ForCausalLM(config).eval()
