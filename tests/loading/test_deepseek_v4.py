@@ -284,6 +284,10 @@ def test_v41_is_refused_by_name(tmp_path, changes):
         ({"qk_rope_head_dim": ...}, "lacks qk_rope_head_dim"),
         ({"dspark_noise_token_id": 256}, "mask_token_id is 256"),
         ({"dspark_target_layer_ids": [3, 4, 6]}, "contains 6"),
+        (
+            {"dspark_target_layer_ids": [-1, 4, 5]},
+            "what a negative one was trained on cannot be told",
+        ),
         ({"q_lora_rank": 16}, r"wq_a.weight has shape \(32, 64\), expected \(16, 64\)"),
         ({"n_routed_experts": 4}, r"unexpected mtp.0.ffn.experts.4.w1.weight"),
         (
