@@ -2,9 +2,11 @@
 The host's auto classes: ours resolve, foreign drafters are not mistaken for small language models.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from ._patching import unwrap, wrap
 from .configuration_dspark import DSparkConfig
@@ -55,6 +57,28 @@ def drafter_class_of(source: str, **hub: Any) -> Any:
 
     raw = read_config(source, **hub)
     return drafter_class(raw, names_that_tell(raw, source, **hub))
+
+
+def load_for_target(
+    cls: Any, source: str, target_config: Callable[[], PretrainedConfig | None], **options: Any
+) -> Any:
+    """
+    `cls.from_pretrained(source, **options)`; taps that follow from the target's depth, where nobody
+    says it, are those for the target of `target_config()`, which is called only then.
+
+    Raises:
+        `UnknownDepthError`: the depth is needed and there is no config.
+    """
+    from .loading.reading import UnknownDepthError
+
+    try:
+        return cls.from_pretrained(source, **options)
+    except UnknownDepthError:
+        config = target_config()
+        if config is None:
+            raise
+        depth = config.get_text_config(decoder=True).num_hidden_layers
+        return cls.from_pretrained(source, **options | {"num_target_layers": depth})
 
 
 def register_config(configuration_auto: ModuleType) -> None:

@@ -51,19 +51,13 @@ def _load_drafter(model: Any, assistant: Any) -> Any:
     if not isinstance(assistant, str | os.PathLike):
         return None
     assistant = os.fspath(assistant)
-    from .auto import drafter_class
+    from .auto import drafter_class, load_for_target
     from .loading.detection import is_foreign_drafter, is_own_layout
     from .loading.files import names_that_tell, read_config
-    from .loading.reading import UnknownDepthError
 
     raw = read_config(assistant)
     names = names_that_tell(raw, assistant)
     if not is_own_layout(raw) and not is_foreign_drafter(raw, names):
         return None
     cls = drafter_class(raw, names)
-    try:
-        drafter = cls.from_pretrained(assistant, dtype=model.dtype)
-    except UnknownDepthError:
-        depth = model.config.get_text_config(decoder=True).num_hidden_layers
-        drafter = cls.from_pretrained(assistant, dtype=model.dtype, num_target_layers=depth)
-    return drafter.to(model.device)
+    return load_for_target(cls, assistant, lambda: model.config, dtype=model.dtype).to(model.device)

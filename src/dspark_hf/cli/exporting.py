@@ -7,10 +7,9 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from ..auto import drafter_class_of
+from ..auto import drafter_class_of, load_for_target
 from ..exporting.cards import read_result, serve_commands
 from ..exporting.export import export_drafter
-from ..loading.reading import UnknownDepthError
 from .models import target_source
 
 
@@ -34,14 +33,14 @@ def run_export(
     target, name = None, target_name or copy_from
     if copy_from is not None:
         target = AutoModelForCausalLM.from_pretrained(target_source(copy_from), dtype="auto")
-    load, told = drafter_class_of(drafter).from_pretrained, {"block_layout": block_layout}
-    try:
-        model = load(drafter, dtype="auto", num_target_layers=num_target_layers, **told)
-    except UnknownDepthError:
-        if target is None:
-            raise
-        depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        model = load(drafter, dtype="auto", num_target_layers=depth, **told)
+    model = load_for_target(
+        drafter_class_of(drafter),
+        drafter,
+        lambda: None if target is None else target.config,
+        dtype="auto",
+        block_layout=block_layout,
+        num_target_layers=num_target_layers,
+    )
     written = export_drafter(
         model,
         folder,

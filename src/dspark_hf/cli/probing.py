@@ -9,9 +9,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig
 
-from ..auto import drafter_class_of
+from ..auto import drafter_class_of, load_for_target
 from ..evaluation.prompts import encode_prompt
-from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError, UnknownDepthError
+from ..loading.reading import ANCHOR_FIRST, INFILL, UndecidedLayoutError
 from ..modeling_drafter import DrafterModel
 from ..modeling_dspark import DSparkDrafter
 from ..probing import ProbeResult, combine, probe_layout
@@ -26,16 +26,17 @@ def load_drafter(source: str, dtype: Any, target: str) -> tuple[Any, bool]:
     from its config, at `target`.
     """
     cls = drafter_class_of(source)
-    try:
-        return cls.from_pretrained(source, dtype=dtype), True
-    except UndecidedLayoutError:
-        return cls.from_pretrained(source, dtype=dtype, block_layout=ANCHOR_FIRST), False
-    except UnknownDepthError:
+
+    def config():
         from .models import target_source
 
-        text = AutoConfig.from_pretrained(target_source(target)).get_text_config(decoder=True)
-        depth = text.num_hidden_layers
-        return cls.from_pretrained(source, dtype=dtype, num_target_layers=depth), True
+        return AutoConfig.from_pretrained(target_source(target))
+
+    try:
+        return load_for_target(cls, source, config, dtype=dtype), True
+    except UndecidedLayoutError:
+        options = {"dtype": dtype, "block_layout": ANCHOR_FIRST}
+        return load_for_target(cls, source, config, **options), False
 
 
 def layout_name(anchor_predicts: bool) -> str:
