@@ -15,17 +15,21 @@ the same rounds have at the profile's costs, which other work on the machine doe
 """
 
 import argparse
-import json
-import time
 from pathlib import Path
 from typing import Any
 
-from load_aware import check_settings, geometric_mean, run
+from load_aware import (
+    check_settings,
+    geometric_mean,
+    interleaved_texts,
+    measure_in_turn,
+    warm_up,
+)
 from rich.console import Console
 from rich.table import Table
 
 from dspark_hf import ThroughputProfile
-from dspark_hf.cli.models import Pair, load_pair, read_prompts
+from dspark_hf.cli.models import Pair, load_pair
 
 PLAIN, FULL, EARLY_STOP = "plain", "full", "early stop"
 SKIPPING = ", skipping"
@@ -66,27 +70,14 @@ def rules(pair: Pair, profile: ThroughputProfile) -> dict[str, dict[str, Any]]:
 def measure(
     pair: Pair, args: argparse.Namespace, calls: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """All prompts there are, those of earlier calls included, and those there is time for."""
-    path = args.output / "prompts.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    done = [json.loads(line) for line in lines]
-    spent = sum(prompt["wall_seconds"] for prompt in done)
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    texts = [text for turn in zip(*map(read_prompts, args.prompts), strict=False) for text in turn]
-    for options in calls.values():
-        run(pair, pair.encode(texts[0]), clock, options | {"max_new_tokens": 4})
-    while len(done) < len(texts) and (spent < 60 * args.minutes or len(done) < len(THIRDS)):
-        inputs, first = pair.encode(texts[len(done)]), len(done) % len(calls)
-        names = [*calls][first:] + [*calls][:first]
-        started = time.perf_counter()
-        found = {
-            name: run(pair, inputs, clock, calls[name] | {"max_new_tokens": args.max_new_tokens})
-            for name in names
-        }
-        done.append({"wall_seconds": time.perf_counter() - started, "calls": found})
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(done[-1]) + "\n")
-        spent += done[-1]["wall_seconds"]
+    """The calls of every prompt there is time for, none twice."""
+    texts, path = interleaved_texts(args), args.output / "prompts.jsonl"
+
+    def prepare(number: int) -> tuple[dict[str, Any], dict, dict[str, dict[str, Any]], int]:
+        return {}, pair.encode(texts[number]), calls, number % len(calls)
+
+    warm_up(pair, texts[0], calls)
+    done = measure_in_turn(pair, args, path, prepare, least=len(THIRDS), most=len(texts))
     return [prompt["calls"] for prompt in done]
 
 

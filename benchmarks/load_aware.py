@@ -118,45 +118,72 @@ def stop_ids(pair: Pair) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def measure(
-    pair: Pair, args: argparse.Namespace, all_rules: dict[int, dict[str, dict[str, Any]]]
+def interleaved_texts(args: argparse.Namespace) -> list[str]:
+    """The prompts of all files in turn."""
+    return [text for turn in zip(*map(read_prompts, args.prompts), strict=False) for text in turn]
+
+
+def measure_in_turn(
+    pair: Pair,
+    args: argparse.Namespace,
+    path: Path,
+    prepare: Callable[[int], tuple[dict[str, Any], dict, dict[str, dict[str, Any]], int]],
+    least: int,
+    most: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """All batches there are, those of earlier calls included, and those there is time for."""
-    path = args.output / "batches.jsonl"
+    """
+    All batches there are, those of earlier calls at `path` included, and those there is time for.
+
+    `prepare(number)` gives what is to be noted of a batch, its inputs, the calls by name, and the
+    place of the call that begins.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     done = [json.loads(line) for line in lines]
     spent = sum(batch["wall_seconds"] for batch in done)
     clock = time.process_time if args.cpu_time else time.perf_counter
-    texts = [text for turn in zip(*map(read_prompts, args.prompts), strict=False) for text in turn]
+    while len(done) < most and (spent < 60 * args.minutes or len(done) < least):
+        facts, inputs, calls, first = prepare(len(done))
+        names = [*calls][first:] + [*calls][:first]
+        started = time.perf_counter()
+        found = {
+            name: run(pair, inputs, clock, calls[name] | {"max_new_tokens": args.max_new_tokens})
+            for name in names
+        }
+        done.append(facts | {"wall_seconds": time.perf_counter() - started, "calls": found})
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(done[-1]) + "\n")
+        spent += done[-1]["wall_seconds"]
+    return done
+
+
+def warm_up(pair: Pair, text: str, calls: dict[str, dict[str, Any]]) -> None:
+    """A few tokens of every call, so that the first one measured does not pay for all."""
+    for options in calls.values():
+        run(pair, pair.encode_batch([text]), time.perf_counter, options | {"max_new_tokens": 4})
+
+
+def measure(
+    pair: Pair, args: argparse.Namespace, all_rules: dict[int, dict[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Batches of every size, and of one row under every load, in turn."""
+    texts = interleaved_texts(args)
     parts: list[int | str] = [*args.rows, LOADS] if args.loads else [*args.rows]
-    warm_up = pair.encode_batch(texts[:1])
-    for options in all_rules[1].values():
-        run(pair, warm_up, clock, options | {"max_new_tokens": 4})
-    while spent < 60 * args.minutes or len(done) < len(parts):
-        number = len(done)
+
+    def prepare(number: int) -> tuple[dict[str, Any], dict, dict[str, dict[str, Any]], int]:
         part, turn = parts[number % len(parts)], number // len(parts)
         rows = 1 if part == LOADS else int(part)
-        inputs = pair.encode_batch([texts[(turn * rows + i) % len(texts)] for i in range(rows)])
-        calls = {name: options for name, options in all_rules[rows].items() if part != LOADS}
+        calls = all_rules[rows]
         if part == LOADS:
             calls = {
                 f"{name} {load}": all_rules[1][name] | {"dspark_load": load}
                 for load in args.loads
                 for name in (EARLY_STOP, LAGGED)
             }
-        names = list(calls)
-        names = names[turn % len(names) :] + names[: turn % len(names)]
-        started = time.perf_counter()
-        found = {
-            name: run(pair, inputs, clock, calls[name] | {"max_new_tokens": args.max_new_tokens})
-            for name in names
-        }
-        elapsed = time.perf_counter() - started
-        done.append({"part": part, "wall_seconds": elapsed, "calls": found})
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(done[-1]) + "\n")
-        spent += elapsed
-    return done
+        batch = [texts[(turn * rows + i) % len(texts)] for i in range(rows)]
+        return {"part": part}, pair.encode_batch(batch), calls, turn % len(calls)
+
+    warm_up(pair, texts[0], all_rules[1])
+    return measure_in_turn(pair, args, args.output / "batches.jsonl", prepare, least=len(parts))
 
 
 def speed_table(done: list[dict[str, Any]], rows: int) -> Table:
