@@ -195,7 +195,7 @@ def test_wrong_folders_are_refused(tmp_path):
     with pytest.raises(OSError, match=r"has no config\.json"):
         merge_into_target(drafter, tmp_path)
     folder = target_without_drafter(tmp_path / "target", V4)
-    with pytest.raises(ValueError, match="its hidden_size is 64, the drafter was trained for 32"):
+    with pytest.raises(ValueError, match="its vocab_size is 256, the drafter was trained for 97"):
         merge_into_target(make_v4_drafter(), folder)
     with pytest.raises(ValueError, match="this one has 'qwen3' layers"):
         merge_into_target(make_drafter(), folder)
@@ -208,3 +208,38 @@ def test_wrong_folders_are_refused(tmp_path):
     (folder / INDEX).unlink()
     with pytest.raises(OSError, match="has no index of sharded weights"):
         merge_into_target(drafter, folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_experts_per_tok": 3},
+        {"routed_scaling_factor": 2.5},
+        {"n_routed_experts": 4},
+        {"rope_theta": 20000.0},
+        {"sliding_window": 4},
+        {"hc_mult": 2},
+        {"num_hidden_layers": 7},
+    ],
+    ids=str,
+)
+def test_targets_that_would_make_another_drafter_are_refused(tmp_path, change):
+    """One config.json serves both, so the drafter would be read back with the target's facts."""
+    folder = shutil.copytree(GOLDEN / V4, tmp_path / "target")
+    raw = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps({**raw, **change}), encoding="utf-8")
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    name = "rope_parameters" if "rope_theta" in change else next(iter(change))
+    with pytest.raises(ValueError, match=rf"not this drafter's target: its {name} is"):
+        merge_into_target(load_golden_drafter(bound=False), folder)
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_a_calibration_that_stays_behind_is_said(tmp_path, caplog):
+    folder = target_without_drafter(tmp_path / "target", V4)
+    drafter = load_golden_drafter(bound=False)
+    merge_into_target(drafter, folder)
+    assert not caplog.records
+    drafter.generation_config.dspark_sts_temperatures = [2.0] * drafter.config.block_size
+    merge_into_target(drafter, folder)
+    assert "dspark_sts_temperatures of the drafter's" in caplog.text

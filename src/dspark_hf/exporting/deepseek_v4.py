@@ -5,6 +5,7 @@ The other direction is `DSparkDrafter.from_pretrained(target)` and `save_pretrai
 its own, with its experts packed as they were.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,16 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .._files import replacing, write_json
-from ..loading.deepseek_v4 import is_stored_part, stored_parts
+from ..generation.fields import FIELDS
+from ..loading.deepseek_v4 import is_stored_part, shared_facts, stored_parts
 from ..loading.detection import DEEPSEEK_V4
 from ..loading.files import read_header, read_index, read_object
+from ..loading.reading import ConfigReader
 from ..quantised import quantise_fp8
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDrafter
+
+logger = logging.getLogger(__name__)
 
 # Formats of a quantised checkpoint; what is in neither list is float32.
 _FP8 = (
@@ -45,6 +51,8 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     config.json, and of inference/config.json if there is one. A drafter that the target had is
     replaced; the target's own files stay as they are. The index states the new total size, or none
     if files of the target are not there.
+    Fields of the drafter's generation config (a calibration, say) have no place there and are named
+    in a warning.
     Every value is stored exactly; where the largest value of an FP8 block is 224 or 448 times its
     scale, the other of the two equal codings may be taken.
 
@@ -95,6 +103,13 @@ def merge_into_target(drafter: "DSparkDrafter", directory: str | os.PathLike) ->
     # Only now nothing refers to them.
     for file in set(old.values()) - set(kept.values()) - set(written.values()):
         (folder / file).unlink(missing_ok=True)
+    if left := [name for name in FIELDS if getattr(drafter.generation_config, name) is not None]:
+        logger.warning(
+            "%s of the drafter's generation config cannot be kept inside of a target and %s not "
+            "written. Give them to `generate`, or keep the drafter in a folder of its own.",
+            ", ".join(left),
+            "is" if len(left) == 1 else "are",
+        )
     return sorted(set(written.values()))
 
 
@@ -116,16 +131,17 @@ def _check_pair(drafter: "DSparkDrafter", raw: dict[str, Any], folder: Path) -> 
             f"{folder} holds a model of type {raw.get('model_type')!r}; a DeepSeek-V4 drafter "
             "belongs into a 'deepseek_v4' target."
         )
-    facts = {
-        "hidden_size": config.target_hidden_size,
-        "num_hidden_layers": config.num_target_layers,
-        "vocab_size": config.vocab_size,
-    }
-    for name, expected in facts.items():
-        if raw.get(name) != expected:
+    # Inside of a target there is one config.json for both, so a drafter that differs in any of
+    # these would come back as another one.
+    told = shared_facts(ConfigReader(raw, str(folder), {}))
+    backbone, read = config.backbone_config, AutoConfig.for_model(**told)
+    facts = {name: (getattr(read, name), getattr(backbone, name)) for name in told}
+    depth = (raw.get("num_hidden_layers"), config.num_target_layers)
+    for name, (found, expected) in {**facts, "num_hidden_layers": depth}.items():
+        if found != expected:
             raise ValueError(
-                f"{folder} is not this drafter's target: its {name} is {raw.get(name)}, the "
-                f"drafter was trained for {expected}."
+                f"{folder} is not this drafter's target: its {name} is {found}, the drafter was "
+                f"trained for {expected}."
             )
 
 

@@ -115,13 +115,7 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
             f"{reader.source} is a DeepSeek-V4 target without mtp.* tensors: Transformers leaves "
             "them out when it saves a target. Load the drafter from the original repository."
         )
-    body = {key: reader.require(key, key) for key in _BACKBONE_KEYS}
-    for name, value in _FIXED.items():
-        if body[name] != value:
-            raise ValueError(
-                f"{reader.source}: config.json has {name} {body[name]!r}; DeepSeek-V4 layers of "
-                f"the host library implement {value!r} only."
-            )
+    body = shared_facts(reader)
     experts = body["n_routed_experts"]
     if isinstance(experts, int) and experts > len(reader.tensors):
         # Before the names of so many are made up.
@@ -130,7 +124,6 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
             f"{len(reader.tensors)} mtp.* tensors in all. Take all files from one revision of the "
             "original repository."
         )
-    vocab_size = reader.require("vocab_size", "vocab_size")
     depth = reader.require("num_target_layers", "num_hidden_layers")
     stages = _num_stages(reader, depth, **hub)
     expert = reader.tensors.get("mtp.0.ffn.experts.0.w1.weight")
@@ -142,21 +135,18 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
     reader.by_rule("confidence_head", "the tensors")
     config = DSparkConfig(
         backbone_config={
-            "model_type": DEEPSEEK_V4,
-            "vocab_size": vocab_size,
+            **body,
             "num_hidden_layers": stages,
             "layer_types": ["sliding_attention"] * stages,
             "mlp_layer_types": ["moe"] * stages,
-            "rope_parameters": _rope_parameters(reader),
             "expert_dtype": "fp4" if expert is not None and expert.dtype == "I8" else None,
-            **body,
         },
         block_size=reader.require("block_size", "dspark_block_size"),
         mask_token_id=reader.require("mask_token_id", "dspark_noise_token_id"),
         target_layer_ids=taps,
         num_target_layers=depth,
         target_hidden_size=body["hidden_size"],
-        vocab_size=vocab_size,
+        vocab_size=body["vocab_size"],
         markov_head_type="vanilla",
         markov_rank=reader.require("markov_rank", "dspark_markov_rank"),
         confidence_head=has_confidence,
@@ -172,6 +162,29 @@ def read_deepseek_v4(reader: ConfigReader, **hub: Any) -> Reading:
     )
     # What is left of the config is about the target.
     return Reading(config, origins=reader.origins)
+
+
+def shared_facts(reader: ConfigReader) -> dict[str, Any]:
+    """
+    What the draft layers have in common with their target: arguments of their config, from the
+    target's.
+
+    Raises:
+        `ValueError`: a key is missing, or its value is one that the host's layers do not implement.
+    """
+    facts = {key: reader.require(key, key) for key in _BACKBONE_KEYS}
+    for name, value in _FIXED.items():
+        if facts[name] != value:
+            raise ValueError(
+                f"{reader.source}: config.json has {name} {facts[name]!r}; DeepSeek-V4 layers of "
+                f"the host library implement {value!r} only."
+            )
+    return {
+        "model_type": DEEPSEEK_V4,
+        "vocab_size": reader.require("vocab_size", "vocab_size"),
+        "rope_parameters": _rope_parameters(reader),
+        **facts,
+    }
 
 
 def _num_stages(reader: ConfigReader, depth: int, **hub: Any) -> int:
