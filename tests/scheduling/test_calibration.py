@@ -297,8 +297,25 @@ def test_foreign_and_malformed_calibrations_are_refused(tmp_path):
         json.dumps(good | {"temperatures": None}),
         json.dumps(good | {"offsets": [1.0]}),
         json.dumps(good | {"colour": "blue"}),
+        json.dumps(good | {"block_size": "4"}),
+        json.dumps(good | {"num_rounds": "many"}),
+        json.dumps(good | {"facts": 3}),
     )
     for text in broken:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"calibration\.json is not a calibration file"):
             Calibration.load(path)
+    with pytest.raises(ValueError, match="block_size must be an integer of at least 1, found '4'"):
+        Calibration((1.0,) * 4, "4", "", 100)  # type: ignore[arg-type]
+    # Zero for float32, so nothing but NaN would come out.
+    with pytest.raises(ValueError, match="must be at least 1e-06"):
+        Calibration((1e-60,) * 4, 4, "", 100)
+
+
+def test_a_float16_copy_is_told_that_it_may_be_the_same_drafter():
+    """It is rounded twice, and on the way some weights become others."""
+    drafter = make_drafter()
+    calibration = calibration_of(drafter)
+    calibration.apply_to(make_drafter().bfloat16())
+    with pytest.raises(ValueError, match="load it in float32 or bfloat16"):
+        calibration.apply_to(make_drafter(seed=9).half())

@@ -261,7 +261,7 @@ REFUSED = [
     ({"dspark_max_verify_tokens": 2.0}, "at least 1"),
     ({"dspark_sts_temperatures": [1.0] * 3}, "list of 4 temperatures.*found 3"),
     ({"dspark_sts_temperatures": 1.0}, "list of 4 temperatures"),
-    ({"dspark_sts_temperatures": [1.0, 0.0, 1.0, 1.0]}, "positive"),
+    ({"dspark_sts_temperatures": [1.0, 0.0, 1.0, 1.0]}, "at least 1e-06"),
     ({"dspark_sts_temperatures": [1.0, "warm", 1.0, 1.0]}, "finite"),
     ({"dspark_sts_temperatures": [1.0, float("inf"), 1.0, 1.0]}, "finite"),
     ({"dspark_confidence_offsets": [0.0] * 3}, "list of 4 offsets.*found 3"),

@@ -36,6 +36,7 @@ def curve(*seconds, tokens=None, **fields):
         ([1, 3, 2], [3.0, 2.0, 1.0], "3 followed by 2"),
         ([1, 2, 2], [3.0, 2.0, 1.0], "2 followed by 2"),
         ([2, 3], [3.0, 2.0], "start at 1"),
+        ([1, 10**400], [3.0, 2.0], "at most"),
         ([1, 2.5], [3.0, 2.0], "integers"),
         ([True, 2], [3.0, 2.0], "integers"),
         ([1, 2], [3.0, 0.0], "positive numbers, found 0.0 at 2"),
@@ -235,8 +236,12 @@ def test_impossible_measurements_are_refused_first():
     """No forward is made for them."""
     target = make_target("qwen3")
     target.forward = None
-    with pytest.raises(ValueError, match="must contain 1"):
-        measure_throughput(target, token_counts=[2, 4])
+    for counts in ([2, 4], [0, 1], []):
+        with pytest.raises(ValueError, match="must begin with 1"):
+            measure_throughput(target, token_counts=counts)
+    for name in ("repeats", "rows", "context_length"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, found 0"):
+            measure_throughput(target, **{name: 0})
     with pytest.raises(ValueError, match="multiples of rows=4"):
         measure_throughput(target, token_counts=[1, 6], rows=4)
     with pytest.raises(ValueError, match="this target has 256"):

@@ -34,6 +34,9 @@ class Calibration:
         ece_before, ece_after (`float`, *optional*): on held-out rounds.
         offsets (`tuple[float, ...]`, *optional*): one a position, where they were fitted.
         facts (`dict[str, Any]`, *optional*): target, prompts, sampling, for the record.
+
+    Raises:
+        `ValueError`: values that no fit gives.
     """
 
     temperatures: tuple[float, ...]
@@ -44,6 +47,20 @@ class Calibration:
     ece_after: float | None = None
     offsets: tuple[float, ...] | None = None
     facts: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_size", 1), ("num_rounds", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}.")
+        if self.facts is not None and not isinstance(self.facts, dict):
+            raise ValueError(f"facts must be an object or null, found {self.facts!r}.")
+        # The same rules as for the fields.
+        temperatures = check_temperatures(self.temperatures, self.block_size)
+        if temperatures is None:
+            raise ValueError("temperatures are null.")
+        object.__setattr__(self, "temperatures", temperatures)
+        object.__setattr__(self, "offsets", check_offsets(self.offsets, self.block_size))
 
     def apply_to(self, drafter: "DrafterModel") -> None:
         """
@@ -61,7 +78,8 @@ class Calibration:
         if self.drafter != found:
             raise ValueError(
                 f"This calibration was fitted for a drafter with confidence head {self.drafter}, "
-                f"and this one has {found}. Fit one with `dspark-hf calibrate`."
+                f"and this one has {found}. Fit one with `dspark-hf calibrate`. (If this is the "
+                "same drafter in float16: load it in float32 or bfloat16, which agree.)"
             )
         config = drafter.generation_config
         config.dspark_sts_temperatures = list(self.temperatures)
@@ -86,23 +104,19 @@ class Calibration:
             needed = {spec.name for spec in fields(cls) if spec.default is MISSING}
             if not isinstance(values, dict) or not needed <= set(values) <= names:
                 raise ValueError(f"expected the entries {sorted(names)}.")
-            # The same rules as for the fields.
-            temperatures = check_temperatures(values["temperatures"], values["block_size"])
-            offsets = check_offsets(values.get("offsets"), values["block_size"])
-            if temperatures is None:
-                raise ValueError("temperatures are null.")
+            return cls(**values)
         except ValueError as error:
             raise ValueError(
                 f"{os.fspath(path)} is not a calibration file: {error} Write one with "
                 "`dspark-hf calibrate`."
             ) from error
-        return cls(**{**values, "temperatures": temperatures, "offsets": offsets})
 
 
 def confidence_fingerprint(drafter: "DrafterModel") -> str:
     """
-    What tells drafters apart here: γ and the confidence head's weights, in bfloat16, so that the
-    precision a drafter is loaded in does not matter.
+    What tells drafters apart here: γ and the confidence head's weights in bfloat16, so that a
+    float32 and a bfloat16 copy of a drafter are one. A float16 copy may be another: its weights
+    have been rounded once already.
 
     Raises:
         `ValueError`: a drafter without a confidence head.

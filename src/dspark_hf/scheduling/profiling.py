@@ -89,10 +89,18 @@ def measure_throughput(
     """
     if drafter is not None:
         check_pairing(target, drafter)
+    for name, value in (("context_length", context_length), ("rows", rows), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}.")
     counts = default_token_counts(max(64, rows), rows) if token_counts is None else token_counts
-    if 1 not in counts or any(count > rows and count % rows for count in counts):
+    if (
+        min(counts, default=0) < 1
+        or 1 not in counts
+        or any(count > rows and count % rows for count in counts)
+    ):
         raise ValueError(
-            f"token_counts must contain 1 and be multiples of rows={rows} above it, found {counts}."
+            f"token_counts must begin with 1 and be multiples of rows={rows} above it, found "
+            f"{counts}."
         )
     text = target.config.get_text_config(decoder=True)
     _check_positions(text, context_length + max(counts) // rows)

@@ -13,6 +13,7 @@ VERIFICATION_POLICIES = (FULL, THRESHOLD, SCHEDULED)
 EARLY_STOP, LAGGED = "early_stop", "lagged"
 SCHEDULERS = (EARLY_STOP, LAGGED)
 AUTO = "auto"
+_LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,15 @@ def _check_max_verify_tokens(value: Any) -> None:
 
 
 def check_temperatures(value: Any, block_size: int) -> tuple[float, ...] | None:
-    """γ positive temperatures as a tuple, or `None`. Raises `ValueError` for anything else."""
+    """
+    γ temperatures as a tuple, or `None`. Raises `ValueError` for anything else, and for some that
+    float32 would take for zero.
+    """
     temperatures = _per_position("dspark_sts_temperatures", "temperatures", value, block_size)
-    if temperatures is not None and min(temperatures) <= 0:
-        raise ValueError(f"dspark_sts_temperatures must be positive, found {list(value)!r}.")
+    if temperatures is not None and min(temperatures) < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"dspark_sts_temperatures must be at least {_LEAST_TEMPERATURE}, found {list(value)!r}."
+        )
     return temperatures
 
 

@@ -156,6 +156,11 @@ class ThroughputProfile:
                 f"{list(tokens)[:8]}: without the cost of one token nothing can be compared. "
                 f"{_REMEDY}"
             )
+        if tokens[-1] > sys.maxsize:
+            raise ValueError(
+                f"tokens of a throughput profile must be at most {sys.maxsize}, found more. "
+                f"{_REMEDY}"
+            )
         for before, after in itertools.pairwise(tokens):
             if after <= before:
                 raise ValueError(
