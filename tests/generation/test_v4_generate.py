@@ -259,7 +259,7 @@ def test_taps_are_the_mean_over_the_streams_of_the_raw_output():
     generator = DSparkCandidateGenerator(target, drafter, DraftSettings(5), [], False, batch_size=1)
     handles = [
         target.model.layers[i].register_forward_hook(lambda m, a, out: seen.append(out))
-        for i in (1, 3)
+        for i in range(4)
     ]
     with generator:
         normed = target(prompt, output_hidden_states=True).hidden_states[-1]
@@ -271,9 +271,13 @@ def test_taps_are_the_mean_over_the_streams_of_the_raw_output():
     assert features.shape == (1, 8, 3 * 32)
     embedded, one, last = features.split(32, dim=-1)
     assert torch.equal(embedded, target.get_input_embeddings()(prompt)[:, -8:])
-    assert torch.equal(one, seen[0].mean(dim=2)[:, -8:])
-    assert torch.equal(last, seen[1].mean(dim=2)[:, -8:])
-    assert (last - normed[:, -8:]).abs().max() > 0.1
+    assert torch.equal(one, seen[1].mean(dim=2)[:, -8:])
+    assert torch.equal(last, seen[3].mean(dim=2)[:, -8:])
+    # What they are not: the normed end, what the hyper-connections read, neighbouring layers.
+    weighted = target.model.hc_head(seen[3])
+    for other in (normed, weighted, seen[2].mean(dim=2), seen[0].mean(dim=2)):
+        for tap in (one, last):
+            assert (tap - other[:, -8:]).abs().max() > 0.1
 
 
 def test_the_string_form_finds_the_drafter_in_the_targets_folder():

@@ -315,6 +315,14 @@ def test_control_theta_of_the_compressed_layers():
     assert changed(drafter) > CLEARLY
 
 
+def test_control_yarn_on_the_drafter():
+    """The target's compressed layers stretch their slow pairs sixteen times, the drafter's none."""
+    drafter = load_golden_drafter()
+    plain = drafter.rotary_emb.main_inv_freq
+    drafter.rotary_emb.main_inv_freq = torch.cat((plain[:2], plain[2:] / 16))
+    assert changed(drafter) > CLEARLY
+
+
 def half_split(x, cos, sin, unsqueeze_dim=1):
     cos, sin = (torch.cat((y, y), dim=-1).unsqueeze(unsqueeze_dim) for y in (cos, sin))
     plain, rotated = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
