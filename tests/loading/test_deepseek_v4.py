@@ -146,7 +146,7 @@ def test_stages_that_are_stated_and_not_stored(tmp_path, place):
     [
         ("{", r"inference.config\.json is not valid JSON"),
         ("[1]", "holds a JSON list, expected an object"),
-        ('{"n_mtp_layers": 0}', "states 0 of them"),
+        ('{"n_mtp_layers": 0}', "0 of them, counted from 0, are stated"),
     ],
 )
 def test_a_damaged_statement_of_the_stages(tmp_path, text, match):

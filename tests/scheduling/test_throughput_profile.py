@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import BitsAndBytesConfig, DynamicCache
 
 from dspark_hf.scheduling import profiling
 from dspark_hf.scheduling.profiling import (
@@ -147,9 +147,27 @@ def test_facts_tell_models_apart(monkeypatch):
     assert profile_facts(make_target("qwen3").bfloat16())["dtype"] == "bfloat16"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert profile_facts(make_target("qwen3"))["device"] != facts["device"]
-    quantised = make_target("qwen3")
-    quantised.config.quantization_config = {"quant_method": "fp8"}
-    assert profile_facts(quantised)["target"] == f"{facts['target']}, fp8"
+    assert profile_facts(make_target("qwen3"), make_drafter().bfloat16())["drafter"] not in (
+        facts["drafter"],
+        other["drafter"],
+    )
+    compiled = make_target("qwen3")
+    compiled.forward = torch.compile(compiled.forward, backend="eager")
+    assert profile_facts(compiled)["target"] == f"{facts['target']}, compiled"
+
+
+def test_facts_tell_quantised_targets_apart():
+    """By their settings, given as the host keeps them or as a file holds them; 4 bits are not 8."""
+    plain = profile_facts(make_target("qwen3"))["target"]
+    four, eight = BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True)
+    described = []
+    for settings in (four, eight, four.to_dict(), {"quant_method": "fp8"}):
+        target = make_target("qwen3")
+        target.config.quantization_config = settings
+        described.append(profile_facts(target)["target"])
+    assert described[0] == described[2]
+    assert len({plain, *described}) == 4
+    assert all(text.startswith(f"{plain}, bitsandbytes ") for text in described[:3])
 
 
 def test_counts_to_measure():

@@ -198,17 +198,19 @@ def _num_stages(reader: ConfigReader, depth: int, **hub: Any) -> int:
     stated = None
     if path is not None:
         stated = read_object(path).get("n_mtp_layers")
-        reader.by_rule("num_draft_layers", "inference/config.json: n_mtp_layers")
+        rule = "inference/config.json: n_mtp_layers"
     ratios = reader.get("compress_ratios", "compress_ratios")
     if stated is None and ratios:
         stated = len(ratios) - depth or None
-        reader.by_rule("num_draft_layers", "compress_ratios beyond the target's layers")
-    stated = len(stored) if stated is None else stated
+        rule = "compress_ratios beyond the target's layers"
+    if stated is None:
+        stated, rule = len(stored), "the stored stages"
+    reader.by_rule("num_draft_layers", rule)
     if stored != set(map(str, range(len(stored)))) or stated != len(stored):
         raise ValueError(
             f"{reader.source}: the drafter's stages [{', '.join(sorted(stored))}] are stored, and "
-            f"its configuration states {stated!r} of them, counted from 0. The index is "
-            "incomplete; download it again."
+            f"{stated!r} of them, counted from 0, are stated ({rule}). Take config files, index "
+            "and weights from one revision of the original repository."
         )
     return len(stored)
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..evaluation.provenance import processor_name
 from ..generation.checks import check_pairing
+from ..generation.compiling import is_compiled
 from ..generation.v4_cache import rewindable
 from .throughput_profile import ThroughputProfile
 
@@ -141,14 +142,19 @@ def profile_facts(
 ) -> dict[str, str | None]:
     """
     What throughput depends on and two profiles are compared by. Sizes, not names: a fine-tuned copy
-    takes the same time.
+    takes the same time. A quantisation stands as its method and a digest of its settings: bits,
+    number format and layers left out all change what a step costs.
     """
     text = target.config.get_text_config(decoder=True)
     quantised = getattr(target.config, "quantization_config", None)
     described = f"{type(target).__name__}, {target.num_parameters():,} parameters"
     if quantised is not None:
-        method = quantised if isinstance(quantised, dict) else quantised.to_dict()
-        described += f", {method['quant_method']}"
+        settings = dict(quantised if isinstance(quantised, dict) else quantised.to_dict())
+        method = settings.pop("quant_method")
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+        described += f", {getattr(method, 'value', method)} {digest.hexdigest()[:8]}"
+    if is_compiled(target):
+        described += ", compiled"
     return {
         "target": described,
         "device": _device_description(target.device),
@@ -158,7 +164,7 @@ def profile_facts(
         if drafter is None
         else (
             f"{type(drafter).__name__}, γ = {drafter.config.block_size}, "
-            f"{drafter.num_parameters():,} parameters"
+            f"{drafter.num_parameters():,} parameters, {str(drafter.dtype).removeprefix('torch.')}"
         ),
     }
 
