@@ -8,12 +8,22 @@ import weakref
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .cache_layers import can_roll_back, is_static, rows_held
 
-_KEEPS_STATE: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
+# By target, and by whether the cache is static.
+_PARTS_EQUAL_THE_WHOLE: "weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, bool]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_cache(cache: Cache | None, after_prefill: bool) -> None:
@@ -36,7 +46,8 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             "a rejected draft. Give a DynamicCache or none, or generate without assistant_model."
         )
     for layer in cache.layers:
-        if not after_prefill and isinstance(layer, LinearAttentionCacheLayerMixin):
+        is_linear = isinstance(layer, LinearAttentionCacheLayerMixin)
+        if is_linear and not after_prefill and not is_static(layer):
             continue
         if not can_roll_back(layer):
             raise ValueError(
@@ -46,13 +57,54 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             )
 
 
+def cross_attention_layers(target: PreTrainedModel) -> frozenset[int]:
+    """Cache layers that hold images and no column of the text (Mllama): a rollback spares them."""
+    text = target.config.get_text_config(decoder=True)
+    return frozenset(getattr(text, "cross_attention_layers", None) or ())
+
+
+def check_cross_attention(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    """
+    Raise `ValueError` for images that Mllama is to look at without a `cross_attention_mask`: several
+    tokens at a time would then each see another part of them, and a single one all.
+    """
+    layers = [model_kwargs["cache"].layers[i : i + 1] for i in cross_attention_layers(target)]
+    has_images = model_kwargs.get("pixel_values") is not None or any(
+        layer.is_initialized for held in layers for layer in held
+    )
+    if layers and has_images and model_kwargs.get("cross_attention_mask") is None:
+        raise ValueError(
+            f"{type(target).__name__} gets images and no cross_attention_mask, and would show "
+            "other parts of them to several tokens at a time than to one. Pass the mask that its "
+            "processor makes, or generate without assistant_model."
+        )
+
+
+def check_columns(target: PreTrainedModel, cache: Cache) -> None:
+    """Raise `ValueError` after a prefill if a layer holds anything but the columns of the text."""
+    length, apart = int(cache.get_seq_length()), cross_attention_layers(target)
+    for i, layer in enumerate(cache.layers):
+        if i in apart or not isinstance(layer, CacheLayerMixin) or not layer.is_initialized:
+            continue
+        if int(layer.get_seq_length()) != length:
+            raise ValueError(
+                f"Layer {i} of the target's cache holds {int(layer.get_seq_length())} positions "
+                f"after a text of {length}, so what a rejected draft left in it is not known. "
+                "Generate without assistant_model."
+            )
+
+
 def check_cache_fits(
-    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
 ) -> None:
     """
     Raise `ValueError` for a cache made for another batch, or too short for the text.
 
     Args:
+        target (`PreTrainedModel`): the target.
         input_ids (`torch.Tensor` of shape `(R, n)`):
             What `max_length` counts from; the prompt, except for what a cache or embeddings hold.
         config (`GenerationConfig`): of the call.
@@ -61,8 +113,10 @@ def check_cache_fits(
     num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
     length = _prompt_length(input_ids, config, model_kwargs)
     # The last token is not cached.
-    needed = length + new_tokens - 1
-    for layer in model_kwargs["cache"].layers:
+    needed, apart = length + new_tokens - 1, cross_attention_layers(target)
+    for i, layer in enumerate(model_kwargs["cache"].layers):
+        if i in apart:
+            continue
         held = rows_held(layer)
         if held not in (None, num_rows):
             raise ValueError(
@@ -129,24 +183,28 @@ def check_context_fits(
         )
 
 
-def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:
+def rows_are_coupled(target: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     """
     Whether what a row of a batch gets depends on how far other rows are, or on the column it stands
     in: positions not given to the target as `(R, n)`, or attention over chunks of columns.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        inputs (`dict`): what one of its forwards gets; some targets drop the positions they have.
     """
-    positions = model_kwargs.get("position_ids")
+    positions = inputs.get("position_ids")
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
     return positions is None or positions.dim() != 2 or "chunked_attention" in layer_types
 
 
-def check_causality(target: PreTrainedModel) -> None:
+def check_causality(target: PreTrainedModel, device: torch.device) -> None:
     """
     Raise `ValueError` for an encoder that was not made a decoder: in a block, tokens would see the
     drafts behind them. Some decoders (GPT-NeoX) have `is_decoder=False` as well, so it is measured,
-    once per target.
+    once per target, with ids on `device`.
     """
     text = target.config.get_text_config(decoder=True)
-    if not getattr(text, "is_decoder", True) and not _parts_equal_the_whole(target):
+    if not getattr(text, "is_decoder", True) and not _parts_equal_the_whole(target, device):
         raise ValueError(
             f"{type(target).__name__} attends to what follows a token as well, so drafts would "
             "change what stands before them. Load it with is_decoder=True, or generate without "
@@ -154,9 +212,10 @@ def check_causality(target: PreTrainedModel) -> None:
         )
 
 
-def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
+def check_linear_attention(target: PreTrainedModel, cache: Cache, device: torch.device) -> None:
     """
-    Find out whether a recurrent state is the same after several tokens at a time.
+    Find out, once per target and kind of cache and with ids on `device`, whether recurrent and
+    convolution states are the same after several tokens at a time.
 
     Raises:
         `ValueError`: it is not, so a block cannot be verified in one forward.
@@ -178,29 +237,37 @@ def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
                 "over several tokens and not in those over one, so its text would change with the "
                 "drafts. Generate without assistant_model."
             )
-    if not _parts_equal_the_whole(target):
+    static = any(is_static(layer) for layer in cache.layers)
+    if not _parts_equal_the_whole(target, device, static):
+        kind = "static" if static else "dynamic"
+        remedy = "Leave cache_implementation unset, or generate" if static else "Generate"
         raise ValueError(
-            f"{type(target).__name__} loses its recurrent state when it reads several tokens at a "
-            "time behind a cached text, so drafts cannot be verified. Generate without "
-            "assistant_model."
+            f"{type(target).__name__} loses its recurrent state, or its place, when it reads "
+            f"several tokens at a time behind a text in a {kind} cache, so drafts cannot be "
+            f"verified. {remedy} without assistant_model."
         )
 
 
-def _parts_equal_the_whole(target: PreTrainedModel) -> bool:
-    if target not in _KEEPS_STATE:
-        _KEEPS_STATE[target] = _keeps_state(target)
-    return _KEEPS_STATE[target]
+def _parts_equal_the_whole(
+    target: PreTrainedModel, device: torch.device, static: bool = False
+) -> bool:
+    verdicts = _PARTS_EQUAL_THE_WHOLE.setdefault(target, {})
+    if static not in verdicts:
+        verdicts[static] = _measure_parts(target, device, static)
+    return verdicts[static]
 
 
 @torch.no_grad()
-def _keeps_state(target: PreTrainedModel) -> bool:
-    ids = (
-        torch.arange(3, 9, device=target.device)[None] % target.config.get_text_config().vocab_size
-    )
-    whole = target(ids).logits[:, -1].float()
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(ids[:, :3], cache=cache)
-    parts = target(ids[:, 3:], cache=cache).logits[:, -1].float()
+def _measure_parts(target: PreTrainedModel, device: torch.device, static: bool) -> bool:
+    config = target.config.get_text_config(decoder=True)
+    ids = torch.arange(3, 9, device=device)[None] % config.vocab_size
+    cache = StaticCache(config, ids.shape[1]) if static else DynamicCache(config=config)
+    # Not the target: around the decoder, multimodal ones keep the positions of the batch at hand,
+    # which the measurement would read and spoil.
+    decoder = target.get_decoder()
+    whole = decoder(ids)[0][:, -1].float()
+    decoder(ids[:, :3], cache=cache)
+    parts = decoder(ids[:, 3:], cache=cache)[0][:, -1].float()
     # Rounding stays far below the root of the precision; in float32 even a state that hardly
     # matters stands out.
     tolerance = torch.finfo(target.dtype).eps ** 0.5

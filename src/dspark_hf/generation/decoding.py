@@ -27,7 +27,9 @@ from .cache_checks import (
     check_cache,
     check_cache_fits,
     check_causality,
+    check_columns,
     check_context_fits,
+    check_cross_attention,
     check_linear_attention,
     rows_are_coupled,
 )
@@ -41,7 +43,7 @@ from .checks import (
     warn_if_useless,
 )
 from .compiling import compiled_widths, prefill_config, will_compile
-from .frame import Frame, crop_to
+from .frame import Frame, crop_to, extended
 from .judging import NO_TOKEN, Judge
 from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
 from .path_processors import PathProcessors
@@ -110,10 +112,11 @@ def decode(
     check_processors(logits_processor)
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
-        check_cache_fits(input_ids, generation_config, model_kwargs)
+        check_cache_fits(model, input_ids, generation_config, model_kwargs)
         check_context_fits(model, input_ids, generation_config, model_kwargs)
-        check_causality(model)
-        check_linear_attention(model, model_kwargs["cache"])
+        check_cross_attention(model, model_kwargs)
+        check_causality(model, input_ids.device)
+        check_linear_attention(model, model_kwargs["cache"], input_ids.device)
         loop = _DecodingLoop(
             model,
             input_ids,
@@ -233,6 +236,7 @@ class _DecodingLoop:
         taps.read(outputs)
         check_cache(outputs.get("cache"), after_prefill=True)
         self.cache = outputs.cache
+        check_columns(self.model, self.cache)
         self.settled = int(self.cache.get_seq_length())
         self.generator.capture()
         self.generator.commit()
@@ -245,7 +249,7 @@ class _DecodingLoop:
         token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
         token = self.ranks.agree(token)
         self.outputs.add_prefill(outputs, logits, scores)
-        kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        kwargs = extended(self.model, outputs, self.kwargs, 1)
         if self.compiles:
             self.forward = self.model.get_compiled_call(self.config.compile_config)
             taps.read_outputs(kwargs)
@@ -254,12 +258,20 @@ class _DecodingLoop:
             kwargs,
             self.cache,
             num_rows=len(self.rows.counts),
-            lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
+            device=self.rows.device,
+            lock_step=self._rows_are_coupled(token, kwargs) or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
         )
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)
+
+    def _rows_are_coupled(self, token: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        if len(self.rows.counts) == 1:
+            return False
+        text = torch.cat((self.rows.text(self.rows.prompt_length), token[:, None]), dim=1)
+        inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+        return rows_are_coupled(self.model, inputs)
 
     def _round(self, synced_gpus: bool) -> None:
         """Draft, verify, commit."""
