@@ -23,14 +23,12 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from ..drafting import probabilities, sample
+from .block_checks import check_blocks
 from .cache_checks import (
     check_cache,
     check_cache_fits,
-    check_causality,
     check_columns,
     check_context_fits,
-    check_cross_attention,
-    check_linear_attention,
     rows_are_coupled,
 )
 from .candidate_generator import DSparkCandidateGenerator, Proposal
@@ -114,9 +112,7 @@ def decode(
         check_cache(model_kwargs.get("cache"), after_prefill=False)
         check_cache_fits(model, input_ids, generation_config, model_kwargs)
         check_context_fits(model, input_ids, generation_config, model_kwargs)
-        check_cross_attention(model, model_kwargs)
-        check_causality(model, input_ids.device)
-        check_linear_attention(model, model_kwargs["cache"], input_ids.device)
+        check_blocks(model, model_kwargs, input_ids.device)
         loop = _DecodingLoop(
             model,
             input_ids,
@@ -215,7 +211,7 @@ class _DecodingLoop:
             if hasattr(self, "frame"):
                 self.frame.roll_back(self.settled)
             else:
-                crop_to(self.cache, self.settled)
+                crop_to(self.model, self.cache, self.settled)
             raise
         finally:
             if hasattr(self, "frame"):
@@ -259,19 +255,15 @@ class _DecodingLoop:
             self.cache,
             num_rows=len(self.rows.counts),
             device=self.rows.device,
-            lock_step=self._rows_are_coupled(token, kwargs) or bool(self.rotary_limits),
+            lock_step=rows_are_coupled(
+                self.model, torch.cat((input_ids, token[:, None]), dim=1), kwargs
+            )
+            or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
         )
         _, over = self._emit(token[:, None], [[token] for token in token.tolist()])
         self._leave(outputs, [0] * len(over), over)
-
-    def _rows_are_coupled(self, token: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        if len(self.rows.counts) == 1:
-            return False
-        text = torch.cat((self.rows.text(self.rows.prompt_length), token[:, None]), dim=1)
-        inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
-        return rows_are_coupled(self.model, inputs)
 
     def _round(self, synced_gpus: bool) -> None:
         """Draft, verify, commit."""

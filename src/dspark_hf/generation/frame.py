@@ -21,7 +21,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from . import cache_layers
-from .cache_checks import cross_attention_layers, position_table
+from .cache_checks import cross_attention_layers, holds_images, position_table
 from .cache_layers import Columns
 from .rows import Rows
 
@@ -88,7 +88,6 @@ class Frame:
         self._most_columns = position_table(model)
         self._apart = cross_attention_layers(model)
         layers = [layer for _, layer in self._layers()]
-        holds_images = any(cache.layers[i].is_initialized for i in self._apart)
         self.lock_step = num_rows > 1 and (
             lock_step or holds_images or not all(cache_layers.moves_rows(layer) for layer in layers)
         )
@@ -368,9 +367,13 @@ def extended(
     return kwargs
 
 
-def crop_to(cache: Cache, length: int) -> None:
+def crop_to(model: PreTrainedModel, cache: Cache, length: int) -> None:
     """Drop what a failed prefill added to a cache of `length` columns, each layer by itself."""
-    for layer in cache.layers:
+    # Of images that an earlier call left, nothing is to be dropped.
+    apart = cross_attention_layers(model) if length else ()
+    for i, layer in enumerate(cache.layers):
+        if i in apart:
+            continue
         if getattr(layer, "is_croppable", False) and hasattr(layer, "get_seq_length"):
             surplus = int(layer.get_seq_length()) - length
             if surplus > 0 and getattr(layer, "record_past", True):
