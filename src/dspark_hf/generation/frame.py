@@ -89,7 +89,9 @@ class Frame:
         self._apart = cross_attention_layers(model)
         layers = [layer for _, layer in self._layers()]
         self.lock_step = num_rows > 1 and (
-            lock_step or holds_images or not all(cache_layers.moves_rows(layer) for layer in layers)
+            lock_step
+            or holds_images(model, cache)
+            or not all(cache_layers.moves_rows(layer) for layer in layers)
         )
         self.replays = any(cache_layers.has_recurrent_state(layer) for layer in layers)
         self._drops_rows = (
