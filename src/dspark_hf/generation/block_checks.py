@@ -42,9 +42,10 @@ def _check_cross_attention(target: PreTrainedModel, model_kwargs: dict[str, Any]
     Raise `ValueError` for images that Mllama is to look at without a `cross_attention_mask`: of
     several tokens at a time each would then see another part of them, and a single one all.
     """
-    has_images = model_kwargs.get("pixel_values") is not None and cross_attention_layers(target)
-    has_images = has_images or holds_images(target, model_kwargs["cache"])
-    if has_images and model_kwargs.get("cross_attention_mask") is None:
+    if not cross_attention_layers(target) or model_kwargs.get("cross_attention_mask") is not None:
+        return
+    given = model_kwargs.get("pixel_values") is not None
+    if given or holds_images(target, model_kwargs["cache"]):
         raise ValueError(
             f"{type(target).__name__} gets images and no cross_attention_mask, and would show "
             "other parts of them to several tokens at a time than to one. Pass the mask that its "
