@@ -60,17 +60,31 @@ def holds_images(target: PreTrainedModel, cache: Cache) -> bool:
     return any(layer.is_initialized for i, layer in enumerate(cache.layers) if i in apart)
 
 
-def check_columns(target: PreTrainedModel, cache: Cache) -> None:
-    """Raise `ValueError` after a prefill if a layer holds anything but the columns of the text."""
-    length, apart = int(cache.get_seq_length()), cross_attention_layers(target)
+def check_columns(
+    target: PreTrainedModel,
+    cache: Cache,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """
+    Raise `ValueError` after a prefill if a layer holds anything but the columns of the prompt.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        cache (`Cache`): what its prefill returned.
+        input_ids, config, model_kwargs: as of `check_cache_fits`.
+    """
+    length, apart = _prompt_length(input_ids, config, model_kwargs), cross_attention_layers(target)
     for i, layer in enumerate(cache.layers):
         if i in apart or not isinstance(layer, CacheLayerMixin) or not layer.is_initialized:
             continue
-        if int(layer.get_seq_length()) != length:
+        held = int(layer.get_seq_length())
+        if held != length:
             raise ValueError(
-                f"Layer {i} of the target's cache holds {int(layer.get_seq_length())} positions "
-                f"after a text of {length}, so what a rejected draft left in it is not known. "
-                "Generate without assistant_model."
+                f"Layer {i} of the cache of {type(target).__name__} holds {held} positions after a "
+                f"prompt of {length}, and only what stands in the prompt can be told from rejected "
+                "drafts. Generate without assistant_model."
             )
 
 
@@ -116,7 +130,7 @@ def _prompt_length(
 ) -> int:
     """Columns of the prompt; `input_ids` may lack those that a cache or embeddings hold."""
     mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    if mask is not None:
+    if mask is not None and mask.dim() == 2:
         return mask.shape[1]
     # What the host notes when it drops a mask that hides nothing.
     shape = (input_ids if embeddings is None else embeddings).shape

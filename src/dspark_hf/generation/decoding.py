@@ -232,7 +232,7 @@ class _DecodingLoop:
         taps.read(outputs)
         check_cache(outputs.get("cache"), after_prefill=True)
         self.cache = outputs.cache
-        check_columns(self.model, self.cache)
+        check_columns(self.model, self.cache, input_ids, self.config, self.kwargs)
         self.settled = int(self.cache.get_seq_length())
         self.generator.capture()
         self.generator.commit()
