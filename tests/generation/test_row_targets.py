@@ -13,6 +13,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    GitConfig,
+    GitForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoConfig,
@@ -380,6 +382,21 @@ def test_layers_that_attend_to_images_keep_them(cache, with_images):
             target.generate(
                 **pad_left(prompts), **options, assistant_model=make_drafter(), max_new_tokens=4
             )
+
+
+def test_positions_that_are_in_no_input_are_refused():
+    """GIT puts an image in front of the text and into the cache; no mask has columns for it."""
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SHARED.items() if value is not None}
+    vision = {**PATCH, "hidden_size": 32, "intermediate_size": 48, "image_size": 16}
+    target = GitForCausalLM(GitConfig(vision_config=vision, **sizes)).eval()
+    with pytest.raises(ValueError, match="GitForCausalLM holds 23 positions after a prompt of 6"):
+        target.generate(
+            **pad_left(make_prompts([6, 3])),
+            pixel_values=torch.randn(2, 3, 16, 16),
+            assistant_model=make_drafter(),
+            max_new_tokens=4,
+        )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
