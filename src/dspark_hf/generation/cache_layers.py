@@ -35,6 +35,10 @@ _WITH_ATTENTION = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndStaticFullAttentionLayer,
 )
+_CONVOLUTION_AND_STATIC = (
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+)
 
 
 @dataclass
@@ -157,11 +161,12 @@ def crop(layer: Any, count: int, added: int, length: int, saved: Any = None) -> 
         end = length - count - columns.first
         columns.tensors = [tensor[..., :end, :] for tensor in columns.tensors]
         write(layer, columns.tensors, length - count)
+    elif type(layer) in _CONVOLUTION_AND_STATIC:
+        # The host's own takes back the convolution state alone.
+        LinearAttentionCacheLayerMixin.crop(layer, -count)
+        super(LinearAttentionCacheLayerMixin, layer).crop(-count)
     else:
         layer.crop(-count)
-        if isinstance(layer, LinearAttentionLayer) and isinstance(layer, StaticLayer):
-            # The host's own takes back the convolution state alone.
-            super(LinearAttentionCacheLayerMixin, layer).crop(-count)
 
 
 def held(layer: Any, length: int) -> int:
