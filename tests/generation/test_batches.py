@@ -338,13 +338,20 @@ def test_the_returned_cache_is_the_one_of_the_returned_sequences(family, eos):
 
 def test_bad_batches_are_refused_before_compute():
     target, drafter = target_of("qwen3"), make_drafter()
-    prompts = make_prompts([4, 4])
-    batch = pad_left(prompts)
+    batch = pad_left(make_prompts([4, 4]))
     calls = []
     handle = target.register_forward_pre_hook(lambda module, args: calls.append(1))
     batch["attention_mask"][1] = 0
     with pytest.raises(ValueError, match="every token of row 1"):
         target.generate(**batch, assistant_model=drafter, max_new_tokens=4)
+    three = torch.cat(make_prompts([4, 4, 4]))
+    with pytest.raises(ValueError, match="attention_mask has 2 rows and the batch has 3"):
+        target.generate(
+            three,
+            attention_mask=batch["attention_mask"],
+            assistant_model=drafter,
+            max_new_tokens=4,
+        )
     with pytest.raises(ValueError, match="no rows"):
         target.generate(
             torch.zeros(0, 4, dtype=torch.long), assistant_model=drafter, max_new_tokens=4

@@ -150,15 +150,13 @@ def forwards(target):
     return calls
 
 
-def test_a_cache_that_cannot_be_rolled_back_is_refused_before_compute():
-    """B053."""
-
-    class OneWayLayer(DynamicLayer):
-        is_croppable = False
-
+@pytest.mark.parametrize("says", [{"is_croppable": False}, {}])
+def test_a_cache_that_cannot_be_rolled_back_is_refused_before_compute(says):
+    """B053: by its own word, or a subclass that only inherits `crop` and may hold more."""
+    kind = type("OneWayLayer", (DynamicLayer,), says)
     target = make_target("qwen3")
     calls = forwards(target)
-    cache = Cache(layers=[OneWayLayer() for _ in range(4)])
+    cache = Cache(layers=[kind() for _ in range(4)])
     with pytest.raises(ValueError, match=r"OneWayLayer.*cannot be rolled back"):
         greedy(target, cache=cache, assistant_model=make_drafter())
     assert not calls

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    InklingForCausalLM,
+    InklingTextConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     Qwen3NextConfig,
@@ -231,6 +233,56 @@ def test_a_state_that_is_lost_between_forwards_is_refused_before_compute(monkeyp
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", forgetful)
     with pytest.raises(ValueError, match="loses its recurrent state"):
         greedy(target, None, pad_left(make_prompts([6])), assistant_model=make_drafter())
+
+
+def inkling(layer_types, window):
+    """Every layer has convolutions and keys and values."""
+    torch.manual_seed(0)
+    config = InklingTextConfig(
+        **SHARED | {"initializer_range": 0.4},
+        head_dim=16,
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=1,
+        swa_head_dim=16,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        layer_types=layer_types,
+        sliding_window_size=window,
+    )
+    target = InklingForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in target.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+    return target
+
+
+def test_static_keys_beside_convolutions():
+    """The host's `crop` of such layers takes back the convolutions alone."""
+    target, prompts = inkling(["hybrid_sliding"] * 4, 64), make_prompts([6, 3])
+    batch = pad_left(prompts)
+    expected = greedy(target, StaticCache(target.config, max_cache_len=40), batch)
+    for num_right in ([4, 0], [2, 2]):
+        drafter = script_rows(make_drafter(), texts_of(expected, prompts), num_right)
+        cache = StaticCache(target.config, max_cache_len=40)
+        assert torch.equal(greedy(target, cache, batch, assistant_model=drafter), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "message"),
+    [
+        ("hybrid_sliding", 8, "SlidingWindowAttentionLayer of the target's cache cannot be rolled"),
+        ("hybrid", 64, r"InklingForCausalLM loses.*in a static cache.*Leave cache_implementation"),
+    ],
+)
+def test_static_keys_beside_convolutions_that_cannot_be_exact_are_refused(kind, window, message):
+    """A window that is overwritten; positions that the host takes from a length that moves on."""
+    target, prompt = inkling([kind] * 4, window), pad_left(make_prompts([6]))
+    cache = StaticCache(target.config, max_cache_len=40)
+    with pytest.raises(ValueError, match=message):
+        greedy(target, cache, prompt, assistant_model=make_drafter())
+    assert int(cache.get_seq_length()) == 0
 
 
 def test_time_steps_that_only_blocks_limit_are_refused():

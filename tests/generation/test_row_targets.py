@@ -7,10 +7,14 @@ from transformers import (
     BigBirdConfig,
     BigBirdForCausalLM,
     BitsAndBytesConfig,
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    GitConfig,
+    GitForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoConfig,
@@ -21,10 +25,14 @@ from transformers import (
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     OPTConfig,
     OPTForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -146,8 +154,14 @@ def test_a_target_that_reads_in_both_directions_is_refused_before_it_drafts():
         BigBirdForCausalLM(config).eval().generate(
             make_prompts([6])[0], assistant_model=make_drafter(), max_new_tokens=4
         )
+    check(neox())
+
+
+def neox():
+    """A decoder that says it is none."""
+    sizes = {name: value for name, value in SHARED.items() if "head" not in name}
     config = GPTNeoXConfig(**sizes, num_attention_heads=2, is_decoder=False)
-    check(GPTNeoXForCausalLM(config).eval())
+    return GPTNeoXForCausalLM(config).eval()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -260,6 +274,131 @@ def test_multimodal_targets(make, with_images):
     check(target, prompts=prompts, **options)
 
 
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
+
+
+def with_weights(target):
+    """Random weights that make every choice depend on the context."""
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+            elif "gate" in name:
+                weight.fill_(1.0)
+    target.generation_config.pad_token_id = 0
+    return target.eval()
+
+
+def test_a_target_that_drops_the_positions_it_is_given_goes_in_lock_step():
+    """Exaone 4.5 counts columns instead, and a row that was moved would stand in other ones."""
+    torch.manual_seed(0)
+    config = Exaone4_5_Config(
+        text_config={**SHARED, "model_type": "exaone4", "sliding_window": 64},
+        vision_config={**VISION, "fullatt_block_indexes": [1]},
+        image_token_id=IMAGE,
+    )
+    target = with_weights(Exaone4_5_ForConditionalGeneration(config))
+    check(target, prompts=[prompt % 80 + 3 for prompt in make_prompts([6, 6])])
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+def test_the_check_of_a_recurrent_target_leaves_the_positions_of_the_batch_alone(with_image):
+    """Qwen3.5 keeps them on the model; the first drafted call is the one that checks."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    text = {**SHARED, "rope_parameters": {**rope, "mrope_section": [2, 1, 1]}}
+    for name in ("key", "value"):
+        text |= {f"linear_num_{name}_heads": 2, f"linear_{name}_head_dim": 8}
+    config = Qwen3_5Config(
+        text_config=text,
+        vision_config={**VISION, "num_position_embeddings": 16},
+        image_token_id=IMAGE,
+        vision_start_token_id=IMAGE_START,
+        vision_end_token_id=IMAGE_END,
+    )
+    target = with_weights(Qwen3_5ForConditionalGeneration(config))
+    prompts, options = [prompt % 80 + 3 for prompt in make_prompts([6, 6])], {}
+    if with_image:
+        image = torch.tensor([[IMAGE_START, *[IMAGE] * 4, IMAGE_END]])
+        prompts = [torch.cat((prompts[0][:, :2], image, prompts[0][:, 2:]), dim=1)]
+        options = {
+            "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": (prompts[0] == IMAGE).long(),
+        }
+    check(target, prompts=prompts, new_tokens=10, **options)
+
+
+def mllama():
+    """Layer 1 looks at images; one of 4 x 4 patches and a class token is 17 keys."""
+    torch.manual_seed(0)
+    text = {name: value for name, value in SHARED.items() if value is not None}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "max_num_tiles": 1,
+        "vision_output_dim": 64,
+        "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1]],
+    }
+    config = MllamaConfig(
+        text_config={**text, "cross_attention_layers": [1], "rope_parameters": rope},
+        vision_config=vision,
+        image_token_index=96,
+    )
+    return with_weights(MllamaForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("with_images", [False, True])
+def test_layers_that_attend_to_images_keep_them(cache, with_images):
+    """Their keys are not columns of the text, so no rejected draft takes any of them out."""
+    target, prompts, options = mllama(), make_prompts([6, 3]), {}
+    if with_images:
+        options = {
+            "pixel_values": torch.randn(2, 1, 1, 3, 16, 16),
+            "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(2, 1, 1, dtype=torch.long),
+            "cross_attention_mask": torch.ones(2, 6, 1, 1, dtype=torch.long),
+        }
+    check(target, prompts=prompts, cache_implementation=cache, **options)
+    if with_images and cache is None:
+        # Without the mask, attention over images is causal in blocks and not in single steps.
+        del options["cross_attention_mask"]
+        with pytest.raises(ValueError, match="gets images and no cross_attention_mask"):
+            target.generate(
+                **pad_left(prompts), **options, assistant_model=make_drafter(), max_new_tokens=4
+            )
+
+
+def test_positions_that_are_in_no_input_are_refused():
+    """GIT puts an image in front of the text and into the cache; no mask has columns for it."""
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SHARED.items() if value is not None}
+    vision = {**PATCH, "hidden_size": 32, "intermediate_size": 48, "image_size": 16}
+    target = GitForCausalLM(GitConfig(vision_config=vision, **sizes)).eval()
+    with pytest.raises(ValueError, match="GitForCausalLM holds 23 positions after a prompt of 6"):
+        target.generate(
+            **pad_left(make_prompts([6, 3])),
+            pixel_values=torch.randn(2, 3, 16, 16),
+            assistant_model=make_drafter(),
+            max_new_tokens=4,
+        )
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_targets_quantised_by_bitsandbytes(tmp_path, bits):
     """
@@ -291,8 +430,11 @@ def test_targets_quantised_by_bitsandbytes(tmp_path, bits):
 def test_layers_offloaded_by_accelerate(tmp_path):
     from accelerate import cpu_offload, disk_offload
 
-    check(cpu_offload(make_target("qwen3"), execution_device=torch.device("cpu")))
-    check(disk_offload(make_target("qwen3"), str(tmp_path), torch.device("cpu")))
+    cpu = torch.device("cpu")
+    check(cpu_offload(make_target("qwen3"), execution_device=cpu))
+    check(disk_offload(make_target("qwen3"), str(tmp_path), cpu))
+    # Whose device is none: rows that need no mask, and a check that runs the target.
+    check(cpu_offload(neox(), execution_device=cpu), prompts=make_prompts([6, 6, 6]))
 
 
 def test_several_samples_of_one_prompt_are_independent_and_repeatable():

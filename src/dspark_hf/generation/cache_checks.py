@@ -1,19 +1,20 @@
 """
-What is refused before any compute because of the target's cache, its positions or its state: what
-cannot be rolled back exactly, and what does not fit.
+What is refused because of the target's cache or its positions: what cannot be rolled back exactly,
+and what does not fit.
 """
 
-import math
-import weakref
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import (
+    Cache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .cache_layers import can_roll_back, is_static, rows_held
-
-_KEEPS_STATE: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
 
 
 def check_cache(cache: Cache | None, after_prefill: bool) -> None:
@@ -36,7 +37,8 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             "a rejected draft. Give a DynamicCache or none, or generate without assistant_model."
         )
     for layer in cache.layers:
-        if not after_prefill and isinstance(layer, LinearAttentionCacheLayerMixin):
+        is_linear = isinstance(layer, LinearAttentionCacheLayerMixin)
+        if is_linear and not after_prefill and not is_static(layer):
             continue
         if not can_roll_back(layer):
             raise ValueError(
@@ -46,13 +48,57 @@ def check_cache(cache: Cache | None, after_prefill: bool) -> None:
             )
 
 
+def cross_attention_layers(target: PreTrainedModel) -> frozenset[int]:
+    """Cache layers that hold images and no column of the text (Mllama): a rollback spares them."""
+    text = target.config.get_text_config(decoder=True)
+    return frozenset(getattr(text, "cross_attention_layers", None) or ())
+
+
+def holds_images(target: PreTrainedModel, cache: Cache) -> bool:
+    """Whether any of these layers has been filled."""
+    apart = cross_attention_layers(target)
+    return any(layer.is_initialized for i, layer in enumerate(cache.layers) if i in apart)
+
+
+def check_columns(
+    target: PreTrainedModel,
+    cache: Cache,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """
+    Raise `ValueError` after a prefill if a layer holds anything but the columns of the prompt.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        cache (`Cache`): what its prefill returned.
+        input_ids, config, model_kwargs: as of `check_cache_fits`.
+    """
+    length, apart = _prompt_length(input_ids, config, model_kwargs), cross_attention_layers(target)
+    for i, layer in enumerate(cache.layers):
+        if i in apart or not isinstance(layer, CacheLayerMixin) or not layer.is_initialized:
+            continue
+        held = int(layer.get_seq_length())
+        if held != length:
+            raise ValueError(
+                f"Layer {i} of the cache of {type(target).__name__} holds {held} positions after a "
+                f"prompt of {length}, and only what stands in the prompt can be told from rejected "
+                "drafts. Generate without assistant_model."
+            )
+
+
 def check_cache_fits(
-    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
 ) -> None:
     """
     Raise `ValueError` for a cache made for another batch, or too short for the text.
 
     Args:
+        target (`PreTrainedModel`): the target.
         input_ids (`torch.Tensor` of shape `(R, n)`):
             What `max_length` counts from; the prompt, except for what a cache or embeddings hold.
         config (`GenerationConfig`): of the call.
@@ -61,8 +107,10 @@ def check_cache_fits(
     num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
     length = _prompt_length(input_ids, config, model_kwargs)
     # The last token is not cached.
-    needed = length + new_tokens - 1
-    for layer in model_kwargs["cache"].layers:
+    needed, apart = length + new_tokens - 1, cross_attention_layers(target)
+    for i, layer in enumerate(model_kwargs["cache"].layers):
+        if i in apart:
+            continue
         held = rows_held(layer)
         if held not in (None, num_rows):
             raise ValueError(
@@ -82,7 +130,7 @@ def _prompt_length(
 ) -> int:
     """Columns of the prompt; `input_ids` may lack those that a cache or embeddings hold."""
     mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    if mask is not None:
+    if mask is not None and mask.dim() == 2:
         return mask.shape[1]
     # What the host notes when it drops a mask that hides nothing.
     shape = (input_ids if embeddings is None else embeddings).shape
@@ -129,79 +177,21 @@ def check_context_fits(
         )
 
 
-def rows_are_coupled(target: PreTrainedModel, model_kwargs: dict) -> bool:
+def rows_are_coupled(
+    target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> bool:
     """
     Whether what a row of a batch gets depends on how far other rows are, or on the column it stands
     in: positions not given to the target as `(R, n)`, or attention over chunks of columns.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        input_ids (`torch.Tensor` of shape `(R, n)`): the texts behind the prefill.
+        model_kwargs (`dict`): for the next forward, which may drop the positions in there.
     """
-    positions = model_kwargs.get("position_ids")
+    if input_ids.shape[0] == 1:
+        return False
+    inputs = target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+    positions = inputs.get("position_ids")
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ()
     return positions is None or positions.dim() != 2 or "chunked_attention" in layer_types
-
-
-def check_causality(target: PreTrainedModel) -> None:
-    """
-    Raise `ValueError` for an encoder that was not made a decoder: in a block, tokens would see the
-    drafts behind them. Some decoders (GPT-NeoX) have `is_decoder=False` as well, so it is measured,
-    once per target.
-    """
-    text = target.config.get_text_config(decoder=True)
-    if not getattr(text, "is_decoder", True) and not _parts_equal_the_whole(target):
-        raise ValueError(
-            f"{type(target).__name__} attends to what follows a token as well, so drafts would "
-            "change what stands before them. Load it with is_decoder=True, or generate without "
-            "assistant_model."
-        )
-
-
-def check_linear_attention(target: PreTrainedModel, cache: Cache) -> None:
-    """
-    Find out whether a recurrent state is the same after several tokens at a time.
-
-    Raises:
-        `ValueError`: it is not, so a block cannot be verified in one forward.
-    """
-    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        return
-    if all(cache.is_linear):
-        raise ValueError(
-            f"{type(target).__name__} has a recurrent state and no attention layer, so its cache "
-            "does not know its length. Generate without assistant_model."
-        )
-    for module in target.modules():
-        low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
-        if low > 0 or high < math.inf:
-            # Not measured: it shows only where a token's step is outside, and the host's forwards
-            # over one token do not limit it.
-            raise ValueError(
-                f"{type(target).__name__} keeps time steps between {low} and {high} in forwards "
-                "over several tokens and not in those over one, so its text would change with the "
-                "drafts. Generate without assistant_model."
-            )
-    if not _parts_equal_the_whole(target):
-        raise ValueError(
-            f"{type(target).__name__} loses its recurrent state when it reads several tokens at a "
-            "time behind a cached text, so drafts cannot be verified. Generate without "
-            "assistant_model."
-        )
-
-
-def _parts_equal_the_whole(target: PreTrainedModel) -> bool:
-    if target not in _KEEPS_STATE:
-        _KEEPS_STATE[target] = _keeps_state(target)
-    return _KEEPS_STATE[target]
-
-
-@torch.no_grad()
-def _keeps_state(target: PreTrainedModel) -> bool:
-    ids = (
-        torch.arange(3, 9, device=target.device)[None] % target.config.get_text_config().vocab_size
-    )
-    whole = target(ids).logits[:, -1].float()
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(ids[:, :3], cache=cache)
-    parts = target(ids[:, 3:], cache=cache).logits[:, -1].float()
-    # Rounding stays far below the root of the precision; in float32 even a state that hardly
-    # matters stands out.
-    tolerance = torch.finfo(target.dtype).eps ** 0.5
-    return float((whole - parts).norm()) < tolerance * float((whole - whole.mean()).norm())

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     Fp8QuantizedLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     QuantizedLayer,
@@ -29,10 +30,14 @@ from transformers.cache_utils import (
 
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer, LinearAttentionLayer)
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
-# A recurrent state beside keys and values.
+# A recurrent or convolution state beside keys and values.
 _WITH_ATTENTION = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndStaticFullAttentionLayer,
+)
+_CONVOLUTION_AND_STATIC = (
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
 )
 
 
@@ -81,10 +86,19 @@ def moves_rows(layer: Any) -> bool:
 
 
 def can_roll_back(layer: Any) -> bool:
-    """Whether rejected drafts can be taken out again. Asked before the prefill."""
-    if isinstance(layer, QuantizedLayer) or type(layer) in (*_PLAIN, *_STATIC, *_WITH_ATTENTION):
+    """Whether rejected drafts can be taken out again. Asked before the prefill and after it."""
+    kind = type(layer)
+    if isinstance(layer, QuantizedLayer) or kind in (*_PLAIN, *_STATIC, *_WITH_ATTENTION):
         return True
-    return bool(getattr(layer, "is_croppable", False))
+    if kind is LinearAttentionAndStaticSlidingWindowAttentionLayer:
+        # What it says of itself is about the convolution state. Its keys and values can go back
+        # as long as the window is never full; a recurrent state beside them is not known to exist.
+        never_full = super(LinearAttentionCacheLayerMixin, layer).is_croppable
+        return never_full and not has_recurrent_state(layer)
+    # A subclass that only inherits `crop` may hold more than that takes back, so the class itself
+    # has to say that it can.
+    says_so = not {"crop", "is_croppable"}.isdisjoint(vars(kind))
+    return says_so and bool(layer.is_croppable)
 
 
 def room(layer: Any, length: int) -> int | None:
@@ -147,6 +161,10 @@ def crop(layer: Any, count: int, added: int, length: int, saved: Any = None) -> 
         end = length - count - columns.first
         columns.tensors = [tensor[..., :end, :] for tensor in columns.tensors]
         write(layer, columns.tensors, length - count)
+    elif type(layer) in _CONVOLUTION_AND_STATIC:
+        # The host's own takes back the convolution state alone.
+        LinearAttentionCacheLayerMixin.crop(layer, -count)
+        super(LinearAttentionCacheLayerMixin, layer).crop(-count)
     else:
         layer.crop(-count)
 

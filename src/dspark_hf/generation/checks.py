@@ -183,10 +183,15 @@ def check_processors(logits_processor: LogitsProcessorList) -> None:
 
 
 def check_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-    """Raise `ValueError` for a batch without rows, or a row without text."""
+    """Raise `ValueError` for a batch without rows, a mask of other rows, or a row without text."""
     if input_ids.shape[0] == 0:
         raise ValueError("input_ids has no rows; there is nothing to generate.")
     if attention_mask is not None:
+        if attention_mask.shape[0] != input_ids.shape[0]:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[0]} rows and the batch has "
+                f"{input_ids.shape[0]}. Give one row of it for each prompt."
+            )
         empty = (attention_mask.sum(dim=-1) == 0).nonzero().flatten().tolist()
         if empty:
             raise ValueError(

@@ -23,12 +23,12 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from ..drafting import probabilities, sample
+from .block_checks import check_blocks
 from .cache_checks import (
     check_cache,
     check_cache_fits,
-    check_causality,
+    check_columns,
     check_context_fits,
-    check_linear_attention,
     rows_are_coupled,
 )
 from .candidate_generator import DSparkCandidateGenerator, Proposal
@@ -41,7 +41,7 @@ from .checks import (
     warn_if_useless,
 )
 from .compiling import compiled_widths, prefill_config, will_compile
-from .frame import Frame, crop_to
+from .frame import Frame, crop_to, extended
 from .judging import NO_TOKEN, Judge
 from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
 from .path_processors import PathProcessors
@@ -110,10 +110,9 @@ def decode(
     check_processors(logits_processor)
     with rewindable(model_kwargs.get("cache")):
         check_cache(model_kwargs.get("cache"), after_prefill=False)
-        check_cache_fits(input_ids, generation_config, model_kwargs)
+        check_cache_fits(model, input_ids, generation_config, model_kwargs)
         check_context_fits(model, input_ids, generation_config, model_kwargs)
-        check_causality(model)
-        check_linear_attention(model, model_kwargs["cache"])
+        check_blocks(model, model_kwargs, input_ids.device)
         loop = _DecodingLoop(
             model,
             input_ids,
@@ -212,7 +211,7 @@ class _DecodingLoop:
             if hasattr(self, "frame"):
                 self.frame.roll_back(self.settled)
             else:
-                crop_to(self.cache, self.settled)
+                crop_to(self.model, self.cache, self.settled)
             raise
         finally:
             if hasattr(self, "frame"):
@@ -233,6 +232,7 @@ class _DecodingLoop:
         taps.read(outputs)
         check_cache(outputs.get("cache"), after_prefill=True)
         self.cache = outputs.cache
+        check_columns(self.model, self.cache, input_ids, self.config, self.kwargs)
         self.settled = int(self.cache.get_seq_length())
         self.generator.capture()
         self.generator.commit()
@@ -245,7 +245,7 @@ class _DecodingLoop:
         token = sample(probabilities(scores)) if self.config.do_sample else scores.argmax(dim=-1)
         token = self.ranks.agree(token)
         self.outputs.add_prefill(outputs, logits, scores)
-        kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        kwargs = extended(self.model, outputs, self.kwargs, 1)
         if self.compiles:
             self.forward = self.model.get_compiled_call(self.config.compile_config)
             taps.read_outputs(kwargs)
@@ -254,7 +254,11 @@ class _DecodingLoop:
             kwargs,
             self.cache,
             num_rows=len(self.rows.counts),
-            lock_step=rows_are_coupled(self.model, kwargs) or bool(self.rotary_limits),
+            device=self.rows.device,
+            lock_step=rows_are_coupled(
+                self.model, torch.cat((input_ids, token[:, None]), dim=1), kwargs
+            )
+            or bool(self.rotary_limits),
             keeps_cache=self.config.return_dict_in_generate
             or getattr(self.cache, "_is_user_defined", False),
         )

@@ -21,7 +21,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from . import cache_layers
-from .cache_checks import position_table
+from .cache_checks import cross_attention_layers, holds_images, position_table
 from .cache_layers import Columns
 from .rows import Rows
 
@@ -35,7 +35,7 @@ class _Parked:
     A row that left the batch.
 
     Attributes:
-        layers (`list[Columns]`): its cache columns, one entry a layer.
+        layers (`list[Columns]`): its cache columns, one entry a layer that holds the text.
         inputs (`dict[str, torch.Tensor]`): what the forwards get for each of its tokens.
         end (`int`): where its committed columns end.
         length (`int`): how many columns it has in the layout of plain decoding.
@@ -54,6 +54,7 @@ class Frame:
         kwargs (`dict`): what the host prepared for the forwards, after its prefill.
         cache (`Cache`): the target's cache after the prefill.
         num_rows (`int`): R.
+        device (`torch.device`): where the texts are; a target whose layers are offloaded has none.
         lock_step (`bool`): whether rows may not be moved singly whatever the cache is.
         keeps_cache (`bool`): whether the caller gets the cache back.
 
@@ -70,6 +71,7 @@ class Frame:
         kwargs: dict[str, Any],
         cache: Cache,
         num_rows: int,
+        device: torch.device,
         lock_step: bool,
         keeps_cache: bool,
     ):
@@ -84,9 +86,12 @@ class Frame:
         # Drafts must not reach behind a table of positions. It is columns that count: a row that
         # lags may get some that plain decoding never has, and some targets (GPT-Neo) index by them.
         self._most_columns = position_table(model)
-        layers = cache.layers
+        self._apart = cross_attention_layers(model)
+        layers = [layer for _, layer in self._layers()]
         self.lock_step = num_rows > 1 and (
-            lock_step or not all(cache_layers.moves_rows(layer) for layer in layers)
+            lock_step
+            or holds_images(model, cache)
+            or not all(cache_layers.moves_rows(layer) for layer in layers)
         )
         self.replays = any(cache_layers.has_recurrent_state(layer) for layer in layers)
         self._drops_rows = (
@@ -96,10 +101,10 @@ class Frame:
             and not _other_tensors_per_row(kwargs, num_rows)
             and not _rows_have_adapters(model)
         )
-        self._overwriting = [i for i, layer in enumerate(layers) if cache_layers.overwrites(layer)]
+        self._overwriting = [i for i, layer in self._layers() if cache_layers.overwrites(layer)]
         self._saved: dict[int, Any] = {}
         self._added = 0
-        self._num_rows = num_rows
+        self._num_rows, self._device = num_rows, device
         self._parked: dict[int, _Parked] = {}
         self._record_past()
         positions = kwargs.get("position_ids")
@@ -108,7 +113,7 @@ class Frame:
 
     def room(self) -> int | None:
         """Most draft tokens that cache and context allow in one forward; `None` is any number."""
-        rooms = [cache_layers.room(layer, self.length) for layer in self.cache.layers]
+        rooms = [cache_layers.room(layer, self.length) for _, layer in self._layers()]
         if self._most_columns is not None:
             rooms.append(self._most_columns - self.length)
         limits = [room for room in rooms if room is not None]
@@ -130,7 +135,7 @@ class Frame:
         num_drafts = drafts.shape[1]
         kwargs = copy.copy(self.kwargs)
         if num_drafts:
-            kwargs = _extended(self.model, {}, kwargs, num_drafts)
+            kwargs = extended(self.model, {}, kwargs, num_drafts)
             positions = kwargs.get("position_ids")
             if lengths is not None and positions is not None:
                 last = (positions[..., -num_drafts - 1 : -num_drafts] + lengths[:, None]).to(
@@ -193,7 +198,7 @@ class Frame:
             return
         if self._saved and self.replays:
             settled = self.length
-        for i, layer in enumerate(self.cache.layers):
+        for i, layer in self._layers():
             saved = self._saved.get(i)
             if cache_layers.has_recurrent_state(layer) and saved is not None:
                 cache_layers.restore(layer, saved)
@@ -225,7 +230,7 @@ class Frame:
         else:
             if self.kwargs.get("attention_mask") is None:
                 self.kwargs["attention_mask"] = torch.ones(
-                    len(self.rows), self.length + 1, dtype=torch.long, device=self.model.device
+                    len(self.rows), self.length + 1, dtype=torch.long, device=self._device
                 )
             self._extend(outputs, self._added)
             for i in leaving:
@@ -274,7 +279,7 @@ class Frame:
 
     def _extend(self, outputs: Any, count: int) -> None:
         if count:
-            self.kwargs = _extended(self.model, outputs, self.kwargs, count)
+            self.kwargs = extended(self.model, outputs, self.kwargs, count)
 
     def _record_past(self) -> None:
         # Every forward is followed by a crop, which lets sliding layers roll back past their
@@ -285,9 +290,13 @@ class Frame:
             ):
                 layer.activate_past_recording()
 
+    def _layers(self) -> list[tuple[int, Any]]:
+        """The layers of the cache, with their numbers, that hold the text."""
+        return [(i, layer) for i, layer in enumerate(self.cache.layers) if i not in self._apart]
+
     def _crop(self, count: int) -> None:
         after = self.length + self._added
-        for i, layer in enumerate(self.cache.layers):
+        for i, layer in self._layers():
             cache_layers.crop(layer, count, self._added, after, self._saved.get(i))
 
     def _read(self, i: int) -> Columns:
@@ -296,7 +305,7 @@ class Frame:
 
     def _park(self, entry: int, end: int, length: int) -> _Parked:
         layers = []
-        for i in range(len(self.cache.layers)):
+        for i, _ in self._layers():
             columns = self._read(i)
             tensors = [tensor[entry : entry + 1].clone() for tensor in columns.tensors]
             layers.append(Columns(tensors, columns.first))
@@ -309,7 +318,7 @@ class Frame:
 
     def _unpark(self, parked: list[_Parked], shifts: list[int], length: int) -> None:
         """Make the batch of all rows again, shifted right and cut to `length` columns."""
-        for n, layer in enumerate(self.cache.layers):
+        for n, (_, layer) in enumerate(self._layers()):
             first = length - cache_layers.width(layer, length)
             parts = [
                 [
@@ -330,7 +339,7 @@ class Frame:
     def _move(self, left: list[int], shifts: list[int], length: int) -> None:
         """Rows `left` of cache and per-token inputs, shifted right and cut to `length` columns."""
         dropped = len(left) < len(self.rows)
-        for i, layer in enumerate(self.cache.layers):
+        for i, layer in self._layers():
             columns = self._read(i)
             first = length - cache_layers.width(layer, length)
             index = _sources(columns, shifts, first, length)
@@ -344,7 +353,7 @@ class Frame:
                 self.kwargs[name] = _shifted(value[left] if dropped else value, shifts, length + 1)
 
 
-def _extended(
+def extended(
     model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any], count: int
 ) -> dict[str, Any]:
     """
@@ -353,13 +362,20 @@ def _extended(
     """
     at_once = kwargs.get("token_type_ids") is None
     for step in [count] if at_once else [1] * count:
-        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=step)
+        # Some targets (Mllama) have no default for the flag.
+        kwargs = model._update_model_kwargs_for_generation(
+            outputs, kwargs, is_encoder_decoder=False, num_new_tokens=step
+        )
     return kwargs
 
 
-def crop_to(cache: Cache, length: int) -> None:
+def crop_to(model: PreTrainedModel, cache: Cache, length: int) -> None:
     """Drop what a failed prefill added to a cache of `length` columns, each layer by itself."""
-    for layer in cache.layers:
+    # Of images that an earlier call left, nothing is to be dropped.
+    apart = cross_attention_layers(model) if length else ()
+    for i, layer in enumerate(cache.layers):
+        if i in apart:
+            continue
         if getattr(layer, "is_croppable", False) and hasattr(layer, "get_seq_length"):
             surplus = int(layer.get_seq_length()) - length
             if surplus > 0 and getattr(layer, "record_past", True):

@@ -212,6 +212,7 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
     """The same for a compressed sparse layer: two compressors, whose windows overlap."""
 
     _layer_type = None
+    is_croppable = True
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
