@@ -51,7 +51,7 @@ def test_dspark_and_dflash_start_from_each_other(markov, other):
     torch.manual_seed(1)
     source = build(markov_head_type=other, confidence_head=other is not None)
     drafter = build(markov_head_type=markov, confidence_head=markov is not None)
-    fresh = warm_start(drafter, source)
+    fresh = warm_start(drafter, source).new
     expected = ["confidence_head.proj.bias", "confidence_head.proj.weight"]
     expected += ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
     assert fresh == ([] if markov is None else expected)
@@ -80,7 +80,7 @@ def test_markov_rows_follow_their_tokens(ours, theirs, anew):
     source, drafter = build(draft_vocabulary=theirs), build(draft_vocabulary=ours)
     name = "markov_head.markov_w2.weight"
     before = drafter.state_dict()[name].clone()
-    fresh = warm_start(drafter, source)
+    fresh = warm_start(drafter, source).new
     after, rows = drafter.state_dict()[name], source.state_dict()[name]
     assert fresh == ([f"{name} ({anew} of {len(after)} rows)"] if anew else [])
     ours, theirs = (range(VOCAB) if x is None else x.tolist() for x in (ours, theirs))
@@ -101,7 +101,7 @@ def test_a_source_that_reads_the_target_differently_is_refused():
 def test_a_layer_is_taken_over_whole_or_not_at_all():
     source, drafter = build(), build(num_layers=2)
     before = drafter.state_dict()["layers.1.mlp.up_proj.weight"].clone()
-    fresh = warm_start(drafter, source)
+    fresh = warm_start(drafter, source).new
     assert fresh == sorted(name for name in drafter.state_dict() if name.startswith("layers.1."))
     assert torch.equal(drafter.state_dict()["layers.1.mlp.up_proj.weight"], before)
 

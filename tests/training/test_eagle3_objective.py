@@ -130,7 +130,7 @@ def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
                 blocks += k == 0
     means = torch.tensor([sum(values) / len(values) for values in acceptance])
     agreed = torch.tensor([sum(values) / len(values) for values in agreement])
-    return loss / ids.numel(), means, agreed, 1 + tokens / blocks
+    return loss, means, agreed, 1 + tokens / blocks
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 12, 1000])
@@ -318,10 +318,10 @@ def test_training_raises_acceptance():
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
     for step in range(150):
         rows = slice(step * 8 % 96, step * 8 % 96 + 8)
-        loss, _ = eagle3_objective(
+        loss, metrics = eagle3_objective(
             drafter, ids[rows], mask[rows], features[rows], last_hidden[rows], target.lm_head
         )
-        loss.backward()
+        (loss / metrics["weight"]).backward()
         optimizer.step()
         optimizer.zero_grad()
     after = accepted_length()
