@@ -155,6 +155,7 @@ def test_loss_gradients_and_metrics_equal_the_naive_ones(options, chunk_rows):
         drafter, ids, mask, features, last_hidden, teacher, chunk_rows=chunk_rows
     )
     torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics["weight"], metrics["count"] @ 0.8 ** torch.arange(STEPS))
     torch.testing.assert_close(metrics["acceptance"], acceptance)
     torch.testing.assert_close(metrics["agreement"], agreement)
     torch.testing.assert_close(metrics["accepted_length"], torch.as_tensor(tau))

@@ -14,6 +14,7 @@ _REFUSED = {
     "neftune_noise_alpha": "the embedding is the target's, and drafting adds no noise to it",
     "activation_checkpointing": _CHECKPOINTING,
     "gradient_checkpointing": _CHECKPOINTING,
+    "torch_compile": "the shapes of a step follow from its data, so every step would compile anew",
     "use_liger_kernel": "the host applies these kernels to models of its own only",
     "bf16_full_eval": _ONE_PRECISION,
     "fp16_full_eval": _ONE_PRECISION,

@@ -1,5 +1,6 @@
 """The file that describes a training run, and what is wrong with it."""
 
+import copy
 import dataclasses
 import json
 from dataclasses import dataclass, field
@@ -212,7 +213,8 @@ def _read_drafter(family: str, found: dict[str, Any]) -> dict[str, Any]:
                 f"drafter.{name} must be an integer of at least 1, found {found[name]!r}."
             )
     try:
-        Qwen3Config(**{name: value for name, value in found.items() if name not in own})
+        # The host fills up what it is given.
+        Qwen3Config(**copy.deepcopy({k: v for k, v in found.items() if k not in own}))
     except StrictDataclassError as error:
         raise ValueError(f"drafter: {error}") from error
     return found

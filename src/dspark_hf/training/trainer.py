@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -131,6 +131,17 @@ class DSparkTrainer(Trainer):
 
     # -- steps
 
+    def get_train_dataloader(self) -> DataLoader:
+        """The host's; raises `ValueError` where it would end at once, with an untrained drafter."""
+        loader = super().get_train_dataloader()
+        if len(loader) == 0:
+            raise ValueError(
+                f"The {len(loader.dataset)} training examples fill no batch of "
+                f"{self.args.train_batch_size}, and dataloader_drop_last leaves it out. Set one of "
+                "the two lower."
+            )
+        return loader
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """
         The host asks whether the last step is done behind a step, so resuming from the checkpoint
@@ -200,7 +211,10 @@ class DSparkTrainer(Trainer):
                 total = vector if total is None else total + vector
         model.train(was_training)
         if total is None:
-            raise ValueError("There are no evaluation examples: set aside some rows for it.")
+            raise ValueError(
+                "There are no evaluation examples: set aside some rows for it. (With "
+                "dataloader_drop_last, more than a batch of them.)"
+            )
         sums = ObjectiveSums.unflatten(self.accelerator.reduce(total, reduction="sum"))
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in sums.metrics().items()}
         objective = self.accelerator.unwrap_model(self.model)
