@@ -107,7 +107,7 @@ def test_markov_rows_follow_their_tokens(ours, theirs, anew):
             "'rope_theta': 7.0.* in",
         ),
         (
-            {"layer_types": ["sliding_attention"], "sliding_window": 8},
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8},
             r"\['sliding_attention'\] in",
         ),
     ],

@@ -62,7 +62,6 @@ class Eagle3Objective(nn.Module):
             weight = self.sum_over_processes(weight)
         loss = total / (weight + 1e-6) * self.num_processes
         count, zero = figures["count"], loss.new_zeros(())
-        learned = count.clamp(min=1)
         return loss, ObjectiveSums(
             weight=count.sum(),
             cross_entropy=(figures["cross_entropy"] * count).sum(),
@@ -71,7 +70,7 @@ class Eagle3Objective(nn.Module):
             acceptance=figures["acceptance"] * count,
             confidence_error=torch.zeros_like(count),
             count=count,
-            tokens=figures["accepted_length"] * learned[0],
+            tokens=figures["accepted_length"] * count[0],
         )
 
     def mean_loss(self, sums: ObjectiveSums) -> float:
