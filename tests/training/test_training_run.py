@@ -167,7 +167,7 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
     flash = DSparkDrafter.from_pretrained(tmp_path / "dflash")
     assert flash.markov_head is None
     assert flash.confidence_head is None
-    _, text = train(
+    result, text = train(
         world,
         tmp_path / "dspark",
         init_from=str(tmp_path / "dflash"),
@@ -177,6 +177,8 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
     )
     assert "The 20 draftable tokens cover" in text
     assert "markov_head.markov_w2.weight" in text
+    assert "markov_head.markov_w2.weight" in result["warm_start"]["new"]
+    assert result["warm_start"]["left_out"] == []
     assert " GB." in text
     assert any((tmp_path / "cache").glob("*.safetensors"))
     drafter = DSparkDrafter.from_pretrained(tmp_path / "dspark")

@@ -25,7 +25,7 @@ from .. import __version__
 from .._files import write_json
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
-from .build import build_drafter, build_eagle3, frequent_tokens, warm_start
+from .build import WarmStart, build_drafter, build_eagle3, frequent_tokens, warm_start
 from .collecting import FILES, PROVENANCE, changed_settings
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
@@ -77,8 +77,8 @@ def load_examples(
 
 def make_drafter(
     config: RunConfig, target: PreTrainedModel, train: DraftDataset, console: Console
-) -> DSparkDrafter | Eagle3Drafter:
-    """The drafter of a run before its first step, in float32."""
+) -> tuple[DSparkDrafter | Eagle3Drafter, WarmStart | None]:
+    """The drafter of a run before its first step, in float32, and how it was warm-started."""
     fields = dict(config.drafter)
     if config.family == "dflash":
         fields.update(DFLASH_FIELDS)
@@ -90,14 +90,15 @@ def make_drafter(
         console.print(f"The {size} draftable tokens cover {share:.2%} of the training answers.")
     build = build_eagle3 if config.family == "eagle3" else build_drafter
     drafter = build(target, **fields).float()
-    if config.init_from is not None:
-        source = type(drafter).from_pretrained(config.init_from, dtype=torch.float32)
-        start = warm_start(drafter, source)
-        console.print(
-            f"Started from {config.init_from}; new: {', '.join(start.new) or 'nothing'}; "
-            f"left out: {', '.join(start.left_out) or 'nothing'}."
-        )
-    return drafter
+    if config.init_from is None:
+        return drafter, None
+    source = type(drafter).from_pretrained(config.init_from, dtype=torch.float32)
+    start = warm_start(drafter, source)
+    console.print(
+        f"Started from {config.init_from}; new: {', '.join(start.new) or 'nothing'}; "
+        f"left out: {', '.join(start.left_out) or 'nothing'}."
+    )
+    return drafter, start
 
 
 def run_training(config: RunConfig, console: Console, assume_yes: bool = False) -> dict[str, Any]:
@@ -136,7 +137,8 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     _check_against_target(arguments, target, train, validation)
     facts = _card_facts(config, arguments, train)
     torch.manual_seed(arguments.seed)
-    drafter = make_drafter(config, target, train, console).to(arguments.device)
+    drafter, start = make_drafter(config, target, train, console)
+    drafter.to(arguments.device)
     caches = _caches(config, arguments, target, drafter, (train, validation), console, assume_yes)
     trainer = DSparkTrainer(
         drafter,
@@ -163,6 +165,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
             "torch": torch.__version__,
         },
         "training": {**facts, "steps": trainer.state.global_step},
+        "warm_start": dataclasses.asdict(start) if start else None,
         "processes": arguments.world_size,
         "examples": len(train),
         "answer_tokens": sum(sum(example.loss_mask) for example in train.examples),
@@ -274,8 +277,11 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     folder = Path(config.output)
     if not ((folder / RESULT).is_file() and (folder / SAFE_WEIGHTS_NAME).is_file()):
         return None
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    is_same = result["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    is_same = result.get("config") == json.loads(json.dumps(dataclasses.asdict(config)))
     return result if is_same else None
 
 
