@@ -165,3 +165,11 @@ def test_layers_are_not_sharded_one_by_one(tmp_path, options, is_refused, fsdp_v
             check_sharding(args, Accelerator())
     else:
         check_sharding(args, Accelerator())
+
+
+def test_deepspeed_is_refused_however_it_is_asked_for(tmp_path):
+    class Accelerator:
+        distributed_type = DistributedType.DEEPSPEED
+
+    with pytest.raises(ValueError, match="never trained under DeepSpeed"):
+        check_sharding(arguments(tmp_path), Accelerator())

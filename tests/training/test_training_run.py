@@ -261,7 +261,7 @@ def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):
         ),
         (
             {"drafter": {**DRAFTER, "confidence_head": False}, "objective": {"confidence": 1}},
-            "objective.confidence is 1.0, and the drafter has no",
+            "objective.confidence is 1, and the drafter has no",
         ),
         (
             {"family": "dflash", "drafter": {"mask_token_id": 4}, "objective": {"ce": 0}},

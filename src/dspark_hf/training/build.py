@@ -276,10 +276,11 @@ def _check_same_meaning(drafter: Any, source: Any) -> None:
     is_scaled = hasattr(drafter.get_input_embeddings(), "embed_scale")
     ours, theirs = (_meaning(x.config, shared, is_scaled) for x in (drafter, source))
     for name, expected in ours.items():
-        if theirs[name] != expected:
+        found = theirs.get(name)
+        if found != expected:
             raise ValueError(
-                f"Cannot warm-start: {name} is {theirs[name]} in the source and {expected} in the "
-                "new drafter. Use the source's value."
+                f"Cannot warm-start: {name} is {found} in the source and {expected} in the new "
+                "drafter. Use the source's value."
             )
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, get_args
 
 # YAML reads 6e-4 as text; it wants 6.0e-4.
@@ -34,11 +35,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
     if isinstance(value, dict):
         return {key: _with_number(inner) for key, inner in value.items()}
-    if (
-        str in kinds
-        or not {bool, int, float} & set(kinds)
-        or (value is None and None.__class__ in kinds)
-    ):
+    if str in kinds or not {bool, int, float} & set(kinds) or (value is None and NoneType in kinds):
         return value
     if int not in kinds and float not in kinds:
         if not isinstance(value, bool):
@@ -50,7 +47,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
         expected = "a number" if float in kinds else "an integer"
         raise ValueError(f"{name} must be {expected}, found {value!r}.")
     if float in kinds:
-        return number if int in kinds else float(number)
+        return number
     if number != int(number):
         raise ValueError(f"{name} must be an integer, found {value!r}.")
     return int(number)

@@ -283,8 +283,13 @@ def check_sharding(args: TrainingArguments, accelerator: Accelerator) -> None:
 
     Raises:
         `ValueError`: FSDP is asked for with layers wrapped one by one, or where accelerate would
-            leave it out without a word.
+            leave it out without a word; or DeepSpeed is, by the launcher.
     """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "Drafters were never trained under DeepSpeed. Launch without it: each process holds "
+            "the whole drafter, or FSDP shards it."
+        )
     if not args.fsdp and not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return
     if accelerator.distributed_type != DistributedType.FSDP:
