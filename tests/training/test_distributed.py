@@ -14,26 +14,28 @@ from dspark_hf.training.data import DraftDataset, Example, collate
 from dspark_hf.training.objective import DSparkObjective
 from dspark_hf.training.trainer import check_sharding
 from small_runs import arguments, make_examples, make_trainer, weights
-from tiny import make_drafter
+from tiny import make_drafter, make_eagle3
 
 
-def uneven_examples():
-    """Four texts with 3, 16, 2 and 9 supervised tokens behind their prompts."""
+def uneven_examples(learned=(3, 16, 2, 9)):
+    """Texts with so many supervised tokens behind their prompts, on both sides uneven."""
     return DraftDataset(
-        Example(e.input_ids, [k >= len(e.input_ids) - learned for k in range(len(e.input_ids))])
-        for e, learned in zip(make_examples(4).examples, (3, 16, 2, 9), strict=True)
+        Example(e.input_ids, [k >= len(e.input_ids) - count for k in range(len(e.input_ids))])
+        for e, count in zip(make_examples(len(learned)).examples, learned, strict=True)
     )
 
 
-def step(folder, rows):
-    """One plain gradient step of size one; evaluation before it."""
-    drafter = make_drafter(stored=False)
+def step(folder, rows, kind):
+    """One plain gradient step of size one; evaluation before it, of which a row is left over."""
+    drafter = kind(stored=False)
     before = weights(drafter)
+    # More than there are candidates: chance has no part in it.
+    num_anchors = 32 if kind is make_drafter else None
     trainer = make_trainer(
         folder,
         drafter,
         train=uneven_examples(),
-        validation=uneven_examples(),
+        validation=uneven_examples((3, 16, 2, 9, 14)),
         max_steps=1,
         per_device_train_batch_size=rows,
         per_device_eval_batch_size=rows,
@@ -41,8 +43,7 @@ def step(folder, rows):
         learning_rate=1.0,
         max_grad_norm=0.0,
         lr_scheduler_type="constant",
-        # More than there are candidates: chance has no part in it.
-        trainer_num_anchors=32,
+        trainer_num_anchors=num_anchors,
     )
     evaluation = trainer.evaluate()
     trainer.train()
@@ -77,7 +78,7 @@ def sharded_step(folder, rank):
     loaded = {name: weight.full_tensor() for name, weight in drafter.named_parameters()}
     assert all(torch.equal(loaded[name], whole[name]) for name in loaded)
     rows = [trainer.train_dataset[i] for i in (2 * rank, 2 * rank + 1)]
-    trainer._run(objective, collate(rows), 0)[0].backward()
+    trainer._run(objective, collate(rows), None)[0].backward()
     return {name: weight.grad.full_tensor() for name, weight in drafter.named_parameters()}
 
 
@@ -91,8 +92,8 @@ def run_rank(rank, port, folder):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    results = (*step(folder, rows=2), sharded_step(folder, rank))
-    torch.save(results, os.path.join(folder, f"rank{rank}.pt"))
+    steps = [step(folder, rows=2, kind=kind) for kind in (make_drafter, make_eagle3)]
+    torch.save((*steps, sharded_step(folder, rank)), os.path.join(folder, f"rank{rank}.pt"))
     torch.distributed.destroy_process_group()
 
 
@@ -102,18 +103,25 @@ def test_gradients_and_reports_of_two_processes_equal_those_of_one(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.spawn(run_rank, (port, str(tmp_path)), nprocs=2)
-    gradients, evaluation, report = step(tmp_path / "one", rows=4)
-    assert any(gradient.any() for gradient in gradients.values())
-    for rank in range(2):
-        theirs, their_evaluation, their_report, sharded = torch.load(tmp_path / f"rank{rank}.pt")
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(theirs[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
-        assert set(sharded) == set(gradients)
-        for name, gradient in sharded.items():
-            torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-4, msg=name)
-        assert their_evaluation == pytest.approx(evaluation, rel=1e-5)
-        for name in ("cross_entropy", "total_variation", "expected_tau", "acceptance_4"):
-            assert their_report[name] == pytest.approx(report[name], rel=1e-5), name
+    for place, kind in enumerate((make_drafter, make_eagle3)):
+        gradients, evaluation, report = step(tmp_path / "one", rows=4, kind=kind)
+        assert any(gradient.any() for gradient in gradients.values())
+        for rank in range(2):
+            results = torch.load(tmp_path / f"rank{rank}.pt")
+            theirs, their_evaluation, their_report = results[place]
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(theirs[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+            assert their_evaluation == pytest.approx(evaluation, rel=1e-5)
+            for name in ("cross_entropy", "total_variation", "expected_tau", "acceptance_4"):
+                assert their_report[name] == pytest.approx(report[name], rel=1e-5), name
+            if kind is make_eagle3:
+                continue
+            sharded = results[-1]
+            assert set(sharded) == set(gradients)
+            for name, gradient in sharded.items():
+                torch.testing.assert_close(
+                    gradient, gradients[name], atol=1e-6, rtol=1e-4, msg=name
+                )
 
 
 @pytest.fixture
@@ -157,3 +165,11 @@ def test_layers_are_not_sharded_one_by_one(tmp_path, options, is_refused, fsdp_v
             check_sharding(args, Accelerator())
     else:
         check_sharding(args, Accelerator())
+
+
+def test_deepspeed_is_refused_however_it_is_asked_for(tmp_path):
+    class Accelerator:
+        distributed_type = DistributedType.DEEPSPEED
+
+    with pytest.raises(ValueError, match="never trained under DeepSpeed"):
+        check_sharding(arguments(tmp_path), Accelerator())

@@ -20,7 +20,7 @@ from small_runs import (
     weights,
 )
 from test_reduced_vocabulary import make_reduced
-from tiny import make_drafter, make_target
+from tiny import make_drafter, make_eagle3, make_target
 
 
 class StopAfter(TrainerCallback):
@@ -114,6 +114,17 @@ def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path,
     again.train(resume_from_checkpoint=checkpoint)
     assert_same_weights(whole.drafter, again.drafter)
     assert losses(whole)[2:] == losses(again)[-3:]
+
+
+def test_the_checkpoint_of_the_last_step_is_the_end(tmp_path):
+    """In the middle of an epoch; the host would train one more step."""
+    options = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
+    whole = make_trainer(tmp_path, **options)
+    whole.train()
+    again = make_trainer(tmp_path, make_drafter(stored=False, seed=77), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.state.global_step == 4
+    assert_same_weights(whole.drafter, again.drafter)
 
 
 def test_checkpoints_are_drafters(tmp_path):
@@ -215,6 +226,27 @@ def test_metrics_of_the_run_are_numbers(tmp_path):
 def test_a_drafter_of_another_target_is_refused(tmp_path):
     with pytest.raises(ValueError, match="vocabulary is 97, the drafter expects 53"):
         make_trainer(tmp_path, make_drafter(vocab_size=53, stored=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha of TrainingArguments is 5.0"),
+        ({"activation_checkpointing": True}, "drops the cache that holds the context"),
+        ({"include_for_metrics": ["loss"]}, "forms no predictions"),
+        ({"trainer_drafter": make_eagle3(stored=False)}, "weights and num_anchors are of block"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(tmp_path, options, message):
+    drafter = options.pop("trainer_drafter", None)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, drafter, **options)
+
+
+def test_examples_that_fill_no_batch(tmp_path):
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=7, dataloader_drop_last=True)
+    with pytest.raises(ValueError, match="6 training examples fill no batch of 7"):
+        trainer.train()
 
 
 def test_several_accelerators_in_one_process_are_refused(tmp_path):

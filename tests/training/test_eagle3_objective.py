@@ -130,7 +130,7 @@ def naive(drafter, ids, mask, features, last_hidden, teacher, steps, decay):
                 blocks += k == 0
     means = torch.tensor([sum(values) / len(values) for values in acceptance])
     agreed = torch.tensor([sum(values) / len(values) for values in agreement])
-    return loss / ids.numel(), means, agreed, 1 + tokens / blocks
+    return loss, means, agreed, 1 + tokens / blocks
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 12, 1000])
@@ -155,6 +155,7 @@ def test_loss_gradients_and_metrics_equal_the_naive_ones(options, chunk_rows):
         drafter, ids, mask, features, last_hidden, teacher, chunk_rows=chunk_rows
     )
     torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics["weight"], metrics["count"] @ 0.8 ** torch.arange(STEPS))
     torch.testing.assert_close(metrics["acceptance"], acceptance)
     torch.testing.assert_close(metrics["agreement"], agreement)
     torch.testing.assert_close(metrics["accepted_length"], torch.as_tensor(tau))
@@ -318,10 +319,10 @@ def test_training_raises_acceptance():
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
     for step in range(150):
         rows = slice(step * 8 % 96, step * 8 % 96 + 8)
-        loss, _ = eagle3_objective(
+        loss, metrics = eagle3_objective(
             drafter, ids[rows], mask[rows], features[rows], last_hidden[rows], target.lm_head
         )
-        loss.backward()
+        (loss / metrics["weight"]).backward()
         optimizer.step()
         optimizer.zero_grad()
     after = accepted_length()

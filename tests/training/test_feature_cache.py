@@ -43,6 +43,19 @@ def test_training_from_the_cache_equals_training_online(tmp_path, with_normalise
         torch.testing.assert_close(online[name].float(), cached[name].float(), atol=2e-4, rtol=1e-3)
 
 
+def test_other_examples_than_the_cached_ones_are_read_from_the_target(tmp_path):
+    """Their places in their own dataset would find the states of others."""
+    caches = [make_cache(tmp_path / name, dataset=make_examples(3, seed=1)) for name in "ab"]
+    caches[1].fill(progress=None)
+    trainer = make_trainer(tmp_path, validation=make_examples(3, seed=1))
+    cached = make_trainer(
+        tmp_path, validation=make_examples(3, seed=1), trainer_feature_caches=tuple(caches)
+    )
+    assert cached.evaluate() == trainer.evaluate()
+    others = make_examples(3, seed=2)
+    assert cached.evaluate(others) == trainer.evaluate(others)
+
+
 def test_batches_are_padded_as_the_examples_are(tmp_path):
     cache = make_cache(tmp_path)
     cache.fill(progress=None)

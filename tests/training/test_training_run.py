@@ -1,5 +1,6 @@
 """Run files and the commands `data` and `train`, from prompts to a drafter."""
 
+import datetime as dates
 import json
 import shutil
 
@@ -16,7 +17,7 @@ from dspark_hf.cli import app
 from dspark_hf.cli.app import main
 from dspark_hf.training import run as run_module
 from dspark_hf.training.run import RESULT, STARTED_WITH, RunConfig, run_training
-from small_runs import assert_same_weights, weights
+from small_runs import assert_same_weights, make_examples, weights
 from small_tokenizer import make_tokenizer
 from tiny import make_prompt, make_target
 
@@ -112,10 +113,27 @@ def test_the_commands_make_a_drafter_that_drafts(world, tmp_path):
     expected = target.generate(prompt, max_new_tokens=8, do_sample=False)
     output = target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False)
     assert torch.equal(output, expected)
-    # A second call finds the run finished and changes nothing.
+    # A second call finds the run finished and touches nothing.
+    before = {file: file.read_bytes() for file in (tmp_path / "out").glob("*.*")}
     result = RUNNER.invoke(app, ["train", str(path)])
     assert result.exit_code == 0, (result.output, result.exception)
-    assert_same_weights(drafter, DSparkDrafter.from_pretrained(tmp_path / "out"))
+    assert "is finished: 2 steps" in " ".join(result.output.split())
+    assert before == {file: file.read_bytes() for file in (tmp_path / "out").glob("*.*")}
+
+
+def test_more_steps_go_on_from_a_finished_run(world, tmp_path):
+    """In the middle of an epoch; and a run that was cut off behind its last step ends the same."""
+    steps = {**TRAINER, "lr_scheduler_type": "constant"}
+    train(world, tmp_path / "two", trainer={**steps, "max_steps": 2})
+    result, text = train(world, tmp_path / "two", trainer={**steps, "max_steps": 3})
+    assert "checkpoint-2" in text
+    assert result["steps"] == result["training"]["steps"] == 3
+    # As if it had been killed in its last evaluation.
+    (tmp_path / "two" / RESULT).unlink()
+    two = weights(DSparkDrafter.from_pretrained(tmp_path / "two"))
+    result, _ = train(world, tmp_path / "two", trainer={**steps, "max_steps": 3})
+    assert result["steps"] == 3
+    assert_same_weights(two, DSparkDrafter.from_pretrained(tmp_path / "two"))
 
 
 def test_an_interrupted_run_goes_on_by_itself(world, tmp_path, monkeypatch):
@@ -149,7 +167,7 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
     flash = DSparkDrafter.from_pretrained(tmp_path / "dflash")
     assert flash.markov_head is None
     assert flash.confidence_head is None
-    _, text = train(
+    result, text = train(
         world,
         tmp_path / "dspark",
         init_from=str(tmp_path / "dflash"),
@@ -159,6 +177,8 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
     )
     assert "The 20 draftable tokens cover" in text
     assert "markov_head.markov_w2.weight" in text
+    assert "markov_head.markov_w2.weight" in result["warm_start"]["new"]
+    assert result["warm_start"]["left_out"] == []
     assert " GB." in text
     assert any((tmp_path / "cache").glob("*.safetensors"))
     drafter = DSparkDrafter.from_pretrained(tmp_path / "dspark")
@@ -171,14 +191,21 @@ def test_dflash_warm_start_reduced_vocabulary_and_cache(world, tmp_path):
 def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    run_module._remember(RunConfig(**make_config(world, folder, num_anchors=6)))
+    data = make_examples(3), make_examples(1)
+    config = RunConfig(**make_config(world, folder))
+    run_module._remember(RunConfig(**make_config(world, folder, num_anchors=6)), *data)
     # Nothing was trained: a corrected run file may take its place.
-    run_module._remember(RunConfig(**make_config(world, folder)))
+    run_module._remember(config, *data)
     assert json.loads((folder / STARTED_WITH).read_text())["num_anchors"] == 4
     (folder / "checkpoint-1").mkdir()
     (folder / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    run_module._remember(config, *data)
     with pytest.raises(ValueError, match="num_anchors 4 there, 5 now"):
         train(world, folder, num_anchors=5)
+    with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 2, .* now"):
+        run_module._remember(config, make_examples(2), data[1])
+    with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 3, .* now"):
+        run_module._remember(config, make_examples(3, seed=1), data[1])
     (folder / STARTED_WITH).write_text("{")
     with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
         train(world, folder)
@@ -220,13 +247,40 @@ def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):
         ({"family": "dflash"}, "drafter: dflash has no markov_rank"),
         ({"family": "eagle3"}, "eagle3 has no markov_rank, mask_token_id, num_layers"),
         ({"family": "eagle3", "drafter": {}, "objective": {"ce": 1}}, "eagle3 has one"),
-        ({"objective": {"ce": "high"}}, "objective.ce must be a number of at least 0"),
+        ({"objective": {"ce": "high"}}, "objective.ce must be a number, found 'high'"),
         ({"objective": {"tv": -1}}, "objective.tv must be a number of at least 0, found -1"),
         ({"objective": {"decay": 0}}, "objective.decay and one of the weights must be above 0"),
         ({"objective": {"ce": 0, "tv": 0, "confidence": 0}}, "one of the weights must be above 0"),
         ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate must be a number"),
         ({"trainer": {"output_dir": "x"}}, "trainer.output_dir is the run's own output"),
         ({"trainer": {"report_to": ["none", "abacus"]}}, "abacus is not installed or not known"),
+        ({"family": "eagle3", "drafter": {}, "num_anchors": 512}, "num_anchors is of block draft"),
+        (
+            {"family": "dflash", "drafter": {"mask_token_id": 4}, "objective": {"confidence": 5.0}},
+            "objective.confidence is 5.0, and the drafter has no",
+        ),
+        (
+            {"drafter": {**DRAFTER, "confidence_head": False}, "objective": {"confidence": 1}},
+            "objective.confidence is 1, and the drafter has no",
+        ),
+        (
+            {"family": "dflash", "drafter": {"mask_token_id": 4}, "objective": {"ce": 0}},
+            "one of the weights must be above 0",
+        ),
+        ({"drafter": {**DRAFTER, "markov_head_type": None}}, "drafter.markov_rank is of a head"),
+        ({"drafter": {**DRAFTER, "num_hidden_layers": 2}}, "dspark has no num_hidden_layers"),
+        ({"drafter": {**DRAFTER, "num_layers": "1.5e0"}}, "drafter.num_layers must be an integer"),
+        ({"drafter": {**DRAFTER, "confidence_head": "no"}}, "must be true or false, found 'no'"),
+        ({"drafter": {**DRAFTER, "rms_norm_eps": "small"}}, "rms_norm_eps must be a number"),
+        ({"drafter": {**DRAFTER, "layer_types": ["x"]}}, "(?s)drafter: .*layer_types"),
+        ({"trainer": {"max_steps": 1.5}}, "trainer.max_steps must be an integer, found 1.5"),
+        ({"trainer": {"bf16": "false"}}, "trainer.bf16 must be true or false, found 'false'"),
+        ({"trainer": {"bf16_full_eval": True}}, "bf16_full_eval of TrainingArguments is True"),
+        ({"trainer": {"gradient_checkpointing": True}}, "drops the cache that holds the context"),
+        ({"trainer": {"label_smoothing_factor": "3e-1"}}, "label_smoothing_factor of Training"),
+        ({"trainer": {"average_tokens_across_devices": False}}, "what all processes learn from"),
+        ({"trainer": {"label_names": ["labels"]}}, r"label_names of TrainingArguments is \['lab"),
+        ({"trainer": {"run_name": dates.date(2026, 1, 1)}}, "cannot be noted in its folder"),
     ],
 )
 def test_mistakes_in_a_run_file_are_named(world, tmp_path, changes, message):
@@ -248,11 +302,25 @@ def test_numbers_that_yaml_reads_as_text(world, tmp_path):
         **make_config(
             world,
             tmp_path,
-            trainer={"learning_rate": "6e-4", "run_name": "6e-4x"},
+            trainer={
+                "learning_rate": "6e-4",
+                "max_steps": "1e1",
+                "run_name": "6e-4",
+                "lr_scheduler_kwargs": {"min_lr": "1e-5"},
+            },
+            drafter={**DRAFTER, "rms_norm_eps": "1e-5", "rope_parameters": {"rope_theta": "1e6"}},
             objective={"decay": "4e0"},
         )
     )
-    assert config.trainer == {"learning_rate": 6e-4, "run_name": "6e-4x"}
+    assert config.trainer == {
+        "learning_rate": 6e-4,
+        "max_steps": 10,
+        "run_name": "6e-4",
+        "lr_scheduler_kwargs": {"min_lr": 1e-5},
+    }
+    assert type(config.trainer["max_steps"]) is int
+    assert config.drafter["rms_norm_eps"] == 1e-5
+    assert config.drafter["rope_parameters"] == {"rope_theta": 1e6}
     assert config.objective == {"decay": 4.0}
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,29 @@ _LAYER_FIELDS = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
+
+# Facts that weights were trained with, though no shape gives them away.
+_MEANING = (
+    "target_layer_ids",
+    "mask_token_id",
+    "vocab_size",
+    "target_hidden_size",
+    "anchor_predicts",
+    "final_logit_softcapping",
+    "feature_norm",
+    "norm_before_residual",
+    "recycles_normed_output",
+)
+_LAYER_MEANING = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "rope_parameters",
+)
+_W2 = "markov_head.markov_w2.weight"
 
 
 def spread_taps(num_target_layers: int, num_taps: int) -> list[int]:
@@ -44,6 +68,7 @@ def build_drafter(
     markov_head_type: str | None = "vanilla",
     markov_rank: int = 256,
     confidence_head: bool = True,
+    anchor_predicts: bool = True,
     draft_vocabulary: torch.Tensor | None = None,
     **layer_fields: Any,
 ) -> DSparkDrafter:
@@ -61,6 +86,8 @@ def build_drafter(
         markov_head_type (`str`, *optional*): `None` makes a DFlash drafter.
         markov_rank (`int`): r.
         confidence_head (`bool`): whether to predict acceptance.
+        anchor_predicts (`bool`):
+            Block layout; `False` (the anchor is context only) to start from a drafter that has it.
         draft_vocabulary (`torch.Tensor`, *optional*): ids that can be drafted; all by default.
         **layer_fields: of the layers' config, in place of the target's.
 
@@ -74,6 +101,7 @@ def build_drafter(
         markov_head_type=markov_head_type,
         markov_rank=markov_rank if markov_head_type else 0,
         confidence_head=confidence_head,
+        anchor_predicts=anchor_predicts,
         confidence_head_with_markov=confidence_head and markov_head_type is not None,
     )
     return _finish(DSparkDrafter(config), target, draft_vocabulary)
@@ -180,38 +208,43 @@ def frequent_tokens(
     return torch.tensor(sorted(chosen)), covered / max(1, counts.total())
 
 
+@dataclass(frozen=True)
+class WarmStart:
+    """
+    What did not come along.
+
+    Attributes:
+        new (`list[str]`): parameters that keep their random start, and of how many rows if not all.
+        left_out (`list[str]`): weights of the source that have no place, likewise.
+    """
+
+    new: list[str]
+    left_out: list[str]
+
+
 @torch.no_grad()
-def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
+def warm_start(
+    drafter: DSparkDrafter | Eagle3Drafter, source: DSparkDrafter | Eagle3Drafter
+) -> WarmStart:
     """
     Copy every weight of `source` that has a place in `drafter`; DFlash and DSpark drafters mix.
 
-    Rows of W2 follow their tokens; those of tokens that the source cannot draft start anew.
-
-    Returns:
-        Names of parameters that keep their random start, and of how many rows if not all.
+    Rows of W2 follow their tokens; those of tokens that the source cannot draft start anew. An
+    embedding or a head that is the one the drafter is bound to counts as taken over.
 
     Raises:
-        `ValueError`: the two read the target differently, or no layer fits.
+        `ValueError`: the two read the target differently, weights would mean something else in the
+            drafter, or no layer fits.
     """
-    for name in ("target_layer_ids", "mask_token_id", "vocab_size", "target_hidden_size"):
-        ours, theirs = getattr(drafter.config, name), getattr(source.config, name)
-        if ours != theirs:
-            raise ValueError(
-                f"Cannot warm-start: {name} is {theirs} in the source and {ours} in the new "
-                "drafter. Use the source's value."
-            )
-    kind, other = (x.config.backbone_config.model_type for x in (drafter, source))
-    if kind != other:
-        raise ValueError(
-            f"Cannot warm-start {kind} layers from {other} layers; they compute differently."
-        )
+    _check_same_meaning(drafter, source)
     state, own = source.state_dict(), drafter.state_dict()
-    w2, anew = "markov_head.markov_w2.weight", 0
-    if w2 in state and w2 in own and state[w2].shape[1] == own[w2].shape[1]:
+    new_rows = left_rows = 0
+    if _W2 in state and _W2 in own and state[_W2].shape[1] == own[_W2].shape[1]:
         rows = _rows_of(drafter, source)
         is_known = rows >= 0
-        anew = int((~is_known).sum())
-        state[w2] = torch.where(is_known[:, None], state[w2][rows], own[w2])
+        new_rows = int((~is_known).sum())
+        left_rows = len(state[_W2]) - int(is_known.sum())
+        state[_W2] = torch.where(is_known[:, None], state[_W2][rows], own[_W2])
     fitting = {
         name: tensor
         for name, tensor in state.items()
@@ -223,10 +256,64 @@ def warm_start(drafter: DSparkDrafter, source: DSparkDrafter) -> list[str]:
     if not any(name.startswith("layers.") for name in fitting):
         raise ValueError("Cannot warm-start: no draft layer of the source has a fitting shape.")
     drafter.load_state_dict({**own, **fitting})
-    fresh = set(own) - set(fitting) - {"draft_to_target"}
-    if w2 in fitting and anew:
-        fresh.add(f"{w2} ({anew:,} of {len(own[w2]):,} rows)")
-    return sorted(fresh)
+    new = set(own) - set(fitting) - {"draft_to_target"}
+    left_out = set(state) - set(fitting) - {"draft_to_target"} - _bound_alike(drafter, state)
+    if _W2 in fitting:
+        size = len(source.state_dict()[_W2])
+        new |= {f"{_W2} ({new_rows:,} of {len(own[_W2]):,} rows)"} if new_rows else set()
+        left_out |= {f"{_W2} ({left_rows:,} of {size:,} rows)"} if left_rows else set()
+    return WarmStart(sorted(new), sorted(left_out))
+
+
+def _check_same_meaning(drafter: Any, source: Any) -> None:
+    """Shapes say nothing about these; with other values the copied weights compute other things."""
+    kind, other = (x.config.backbone_config.model_type for x in (drafter, source))
+    if kind != other:
+        raise ValueError(
+            f"Cannot warm-start {kind} layers from {other} layers; they compute differently."
+        )
+    shared = min(x.config.backbone_config.num_hidden_layers for x in (drafter, source))
+    is_scaled = hasattr(drafter.get_input_embeddings(), "embed_scale")
+    ours, theirs = (_meaning(x.config, shared, is_scaled) for x in (drafter, source))
+    for name, expected in ours.items():
+        found = theirs.get(name)
+        if found != expected:
+            raise ValueError(
+                f"Cannot warm-start: {name} is {found} in the source and {expected} in the new "
+                "drafter. Use the source's value."
+            )
+
+
+def _meaning(config: Any, num_layers: int, is_scaled: bool) -> dict[str, Any]:
+    """What the weights of a drafter's first layers were trained to compute with."""
+    backbone = config.backbone_config
+    facts = {name: getattr(config, name) for name in _MEANING if hasattr(config, name)}
+    facts |= {name: getattr(backbone, name, None) for name in _LAYER_MEANING}
+    types = (backbone.layer_types or ["full_attention"] * num_layers)[:num_layers]
+    slides = "sliding_attention" in types
+    return {
+        **facts,
+        "layer_types": types,
+        "causal_layers": [i for i in getattr(config, "causal_layers", ()) if i < num_layers],
+        "sliding_window": backbone.sliding_window if slides else None,
+        "sliding_window_per_slot": slides and getattr(config, "sliding_window_per_slot", False),
+        "unscaled_input_embeddings": is_scaled
+        and getattr(config, "unscaled_input_embeddings", False),
+    }
+
+
+def _bound_alike(drafter: Any, state: dict[str, torch.Tensor]) -> set[str]:
+    """Which of the source's own embedding and head are copies of those the drafter is bound to."""
+    context = drafter.new_context(batch_size=1)
+    bound = {
+        "embed_tokens.weight": context.input_embeddings.weight,
+        "lm_head.weight": context.output_embeddings.weight,
+    }
+    return {
+        name
+        for name, weight in bound.items()
+        if name in state and torch.equal(state[name], weight.to(state[name]))
+    }
 
 
 def _layer(name: str) -> str | None:

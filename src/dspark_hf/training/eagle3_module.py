@@ -1,5 +1,7 @@
 """Eagle3's objective in the form that the trainer runs."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -11,20 +13,30 @@ from .vocabulary_loss import Teacher
 
 class Eagle3Objective(nn.Module):
     """
-    Loss of an Eagle3 drafter on a batch; every supervised position is an anchor. Each of several
-    processes divides by its own batch, as DeepSpec's do, and their gradients are averaged.
+    Loss of an Eagle3 drafter on a batch; every supervised position is an anchor.
 
     Args:
         drafter ([`Eagle3Drafter`]): trained; an embedding and a head of the target stay frozen.
         decay (`float`): weight of step k is `decay ** k`.
         chunk_rows (`int`): rows scored over the vocabulary at a time.
+        sum_over_processes (`Callable`, *optional*), num_processes (`int`, *optional*):
+            as of [`DSparkObjective`].
     """
 
-    def __init__(self, drafter: Eagle3Drafter, decay: float = 0.8, chunk_rows: int = 256):
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        decay: float = 0.8,
+        chunk_rows: int = 256,
+        sum_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        num_processes: int = 1,
+    ):
         super().__init__()
         self.drafter = drafter
         self.decay = decay
         self.chunk_rows = chunk_rows
+        self.sum_over_processes = sum_over_processes
+        self.num_processes = num_processes
 
     def forward(
         self,
@@ -35,7 +47,7 @@ class Eagle3Objective(nn.Module):
         teacher_head: Teacher,
     ) -> tuple[torch.Tensor, ObjectiveSums]:
         """Same arguments and results as [`DSparkObjective`]; there is no confidence to learn."""
-        loss, figures = eagle3_objective(
+        total, figures = eagle3_objective(
             self.drafter,
             input_ids,
             loss_mask.bool() & attention_mask.bool(),
@@ -45,8 +57,11 @@ class Eagle3Objective(nn.Module):
             decay=self.decay,
             chunk_rows=self.chunk_rows,
         )
+        weight = figures["weight"]
+        if self.sum_over_processes is not None:
+            weight = self.sum_over_processes(weight)
+        loss = total / (weight + 1e-6) * self.num_processes
         count, zero = figures["count"], loss.new_zeros(())
-        learned = count.clamp(min=1)
         return loss, ObjectiveSums(
             weight=count.sum(),
             cross_entropy=(figures["cross_entropy"] * count).sum(),
@@ -55,7 +70,7 @@ class Eagle3Objective(nn.Module):
             acceptance=figures["acceptance"] * count,
             confidence_error=torch.zeros_like(count),
             count=count,
-            tokens=figures["accepted_length"] * learned[0],
+            tokens=figures["accepted_length"] * count[0],
         )
 
     def mean_loss(self, sums: ObjectiveSums) -> float:

@@ -40,12 +40,12 @@ def eagle3_objective(
     chunk_rows: int = 256,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
-    Soft cross-entropy with the target's distributions, `Σ_k decay^k · Σ_rows CE / (B · S)`.
+    Soft cross-entropy with the target's distributions, `Σ_k decay^k · Σ_rows CE`, not divided yet.
 
     Draft token k behind an anchor is learned if the anchor and all tokens up to it are supervised,
-    as for DSpark's blocks; DeepSpec looks at the mask two positions earlier. The divisor counts
-    every position of the batch, masked or not, as DeepSpec's does. A reduced draft vocabulary
-    learns the target's distribution over the tokens that can be drafted.
+    as for DSpark's blocks; DeepSpec looks at the mask two positions earlier, and divides by the
+    positions of its batch, masked or not. A reduced draft vocabulary learns the target's
+    distribution over the tokens that can be drafted.
 
     Args:
         drafter ([`Eagle3Drafter`]): with an embedding and a head, its own or bound ones.
@@ -61,11 +61,12 @@ def eagle3_objective(
             its logits forgotten.
 
     Returns:
-        The loss, and detached float32 tensors: `cross_entropy`, `acceptance` (`Σ_v min(p, q)`, the
-        chance that a sampled token is accepted when all before it were), `agreement` (of the
-        argmaxes), means over the `count` learned rows of each step, `(K,)` each; and the scalar
-        `accepted_length`, the expected τ of sampling, bonus token included (drafts behind the end
-        of an answer count as rejected).
+        The sum, and detached float32 tensors: `weight`, `Σ_k decay^k` of the learned rows, a
+        scalar by which sums of several batches can be divided; `cross_entropy`, `acceptance`
+        (`Σ_v min(p, q)`, the chance that a sampled token is accepted when all before it were),
+        `agreement` (of the argmaxes), means over the `count` learned rows of each step, `(K,)`
+        each; and the scalar `accepted_length`, the expected τ of sampling, bonus token included
+        (drafts behind the end of an answer count as rejected).
 
     Raises:
         `ValueError`: shapes do not fit, or the head has no plain weight.
@@ -80,6 +81,7 @@ def eagle3_objective(
     is_learned = is_learned[sequences, positions]
     step = torch.arange(steps, device=positions.device)
     at = (positions[:, None] - 1 - step).clamp(min=0)
+    weights = is_learned * decay**step
     total, *figures = _ChunkedSoftCrossEntropy.apply(
         hidden[sequences[:, None], at, step],
         *_plain_head(context.output_embeddings),
@@ -87,17 +89,17 @@ def eagle3_objective(
         teacher_head,
         drafter.draft_to_target if drafter.config.draft_vocab_size else None,
         drafter.config.final_logit_softcapping,
-        is_learned * decay**step,
+        weights,
         chunk_rows,
         torch.is_grad_enabled(),
     )
-    metrics = _means(is_learned, *figures)
+    metrics = {"weight": weights.sum(), **_means(is_learned, *figures)}
     # Acceptance by anchor: draft token k behind the anchor at `at + 1`; zero where none is learned.
     by_anchor = figures[1].new_zeros(*input_ids.shape, steps)
     learned = is_learned.nonzero(as_tuple=True)
     by_anchor[sequences[learned[0]], at[learned], learned[1]] = figures[1][learned]
     accepted = by_anchor.cumprod(dim=-1).sum() / metrics["count"][0].clamp(min=1)
-    return total / input_ids.numel(), {**metrics, "accepted_length": 1 + accepted}
+    return total, {**metrics, "accepted_length": 1 + accepted}
 
 
 def unroll(

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..generation.checks import check_pairing
@@ -22,6 +22,7 @@ from ..modeling_eagle3 import Eagle3Drafter
 from .data import collate
 from .eagle3_module import Eagle3Objective
 from .feature_cache import FeatureCache
+from .host_arguments import LABEL_NAMES, check_host_arguments
 from .objective import DSparkObjective, ObjectiveSums, ObjectiveWeights, TargetStates
 from .target_states import TargetReader
 
@@ -33,8 +34,10 @@ class DSparkTrainer(Trainer):
     """
     Trains a drafter for a target that stays frozen in memory.
 
-    Everything of the host's `Trainer` works: gradient accumulation, checkpoints and resuming,
-    reports, `accelerate launch`, its optimisers (also the 8-bit ones of bitsandbytes).
+    A subclass of the host's `Trainer`. Its gradient accumulation, mixed precision, samplers,
+    schedules, optimisers (also the 8-bit ones of bitsandbytes), checkpoints, resuming, callbacks,
+    reports and `accelerate launch` work; evaluation gives the objective's figures, so there are no
+    predictions. Arguments that have no place here are refused ([`check_host_arguments`]).
 
     Args:
         drafter ([`DSparkDrafter`] or [`Eagle3Drafter`]):
@@ -43,18 +46,19 @@ class DSparkTrainer(Trainer):
         target (`PreTrainedModel`): the model to draft for.
         args (`TrainingArguments`): of the host.
         train_dataset, eval_dataset ([`DraftDataset`]): examples.
-        weights ([`ObjectiveWeights`], *optional*): of the loss terms; Eagle3 has one, unweighted.
-        num_anchors (`int`, *optional*, defaults to 512):
-            Most anchors per example and step; Eagle3 learns at every position.
+        weights ([`ObjectiveWeights`], *optional*): of the loss terms of block drafters.
+        num_anchors (`int`, *optional*):
+            Most anchors per example and step, 512 by default. Eagle3 learns at every position.
         feature_caches (`tuple`, *optional*):
             [`FeatureCache`] of the training and of the evaluation examples; by default the target
             runs on every batch.
         chunk_rows (`int`, *optional*, defaults to 256): rows scored over the vocabulary at a time.
+        callbacks, optimizers, optimizer_cls_and_kwargs (*optional*): as the host takes them.
 
     Raises:
         `ValueError`: the drafter was made for another target, the target cannot be read (see
-            [`TargetReader`]), one process sees several accelerators, or FSDP cannot be used as it
-            is asked for (see [`check_sharding`]).
+            [`TargetReader`]), one process sees several accelerators, an argument has no place here,
+            or FSDP cannot be used as it is asked for (see [`check_sharding`]).
         `OSError`: a checkpoint could not be written; earlier ones are whole.
     """
 
@@ -66,12 +70,15 @@ class DSparkTrainer(Trainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
         weights: ObjectiveWeights | None = None,
-        num_anchors: int = 512,
+        num_anchors: int | None = None,
         feature_caches: tuple[FeatureCache, FeatureCache | None] | None = None,
         chunk_rows: int = 256,
-        **kwargs: Any,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
     ):
         check_pairing(target, drafter)
+        check_host_arguments(vars(args))
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} accelerators are visible to one process. Start one process for "
@@ -80,7 +87,7 @@ class DSparkTrainer(Trainer):
         args = copy.copy(args)
         # The collated batch holds what the objective needs; the host would drop it all.
         args.remove_unused_columns = False
-        args.label_names = ["loss_mask"]
+        args.label_names = LABEL_NAMES
         # The order of the examples would otherwise depend on what was seeded last.
         args.data_seed = args.seed if args.data_seed is None else args.data_seed
         drafter.bind(
@@ -92,48 +99,77 @@ class DSparkTrainer(Trainer):
                 module.requires_grad_(False)
         objective: DSparkObjective | Eagle3Objective
         if isinstance(drafter, Eagle3Drafter):
+            if weights is not None or num_anchors is not None:
+                raise ValueError(
+                    "weights and num_anchors are of block drafters; Eagle3 has one term and learns "
+                    "at every position. Leave them out."
+                )
             objective = Eagle3Objective(drafter, chunk_rows=chunk_rows)
         else:
-            objective = DSparkObjective(drafter, weights, num_anchors, chunk_rows)
+            objective = DSparkObjective(
+                drafter, weights, 512 if num_anchors is None else num_anchors, chunk_rows
+            )
         super().__init__(
             model=objective,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             data_collator=collate,
-            **kwargs,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         check_sharding(args, self.accelerator)
         self.model_accepts_loss_kwargs = False
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
-        self.feature_caches = feature_caches
-        if isinstance(objective, DSparkObjective) and self.accelerator.num_processes > 1:
+        self._caches = feature_caches or (None, None)
+        if self.accelerator.num_processes > 1:
             objective.num_processes = self.accelerator.num_processes
             objective.sum_over_processes = lambda x: self.accelerator.reduce(x, reduction="sum")
         self._sums: torch.Tensor | None = None
 
     # -- steps
 
+    def get_train_dataloader(self) -> DataLoader:
+        """The host's; raises `ValueError` where it would end at once, with an untrained drafter."""
+        loader = super().get_train_dataloader()
+        if len(loader) == 0:
+            raise ValueError(
+                f"The {len(loader.dataset)} training examples fill no batch of "
+                f"{self.args.train_batch_size}, and dataloader_drop_last leaves it out. Set one of "
+                "the two lower."
+            )
+        return loader
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """
+        The host asks whether the last step is done behind a step, so resuming from the checkpoint
+        of the last step would train one more.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loss of a batch; its sums are kept for the next report."""
-        loss, sums = self._run(model, inputs, 0)
+        loss, sums = self._run(model, inputs, self._caches[0])
         vector = sums.flatten()
         self._sums = vector if self._sums is None else self._sums + vector
         return loss
 
     def _run(
-        self, model: Any, inputs: dict[str, Any], cache: int
+        self, model: Any, inputs: dict[str, Any], cache: FeatureCache | None
     ) -> tuple[torch.Tensor, ObjectiveSums]:
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "loss_mask")}
         states = self._states(inputs, cache)
         teacher = self.reader.teacher(states.last_hidden[:0, 0])
         return model(**batch, states=states, teacher_head=teacher)
 
-    def _states(self, inputs: dict[str, Any], cache: int) -> TargetStates:
-        stored = self.feature_caches[cache] if self.feature_caches else None
-        if stored is not None:
-            return stored.load(inputs["index"], inputs["input_ids"].device)
+    def _states(self, inputs: dict[str, Any], cache: FeatureCache | None) -> TargetStates:
+        if cache is not None:
+            return cache.load(inputs["index"], inputs["input_ids"].device)
         return self.reader(inputs["input_ids"], inputs["attention_mask"])
 
     # -- reports
@@ -155,7 +191,13 @@ class DSparkTrainer(Trainer):
     ) -> dict[str, float]:
         """
         Terms, acceptance per slot and expected τ on the evaluation examples, at fixed anchors.
+
+        Args:
+            eval_dataset ([`DraftDataset`], *optional*): other examples than the trainer's own.
+            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): of the names.
         """
+        # Stored states are found by the place in their own dataset.
+        cache = self._caches[1] if eval_dataset is None else None
         model = self._wrap_model(self.model, training=False)
         was_training = model.training
         model.eval()
@@ -163,13 +205,16 @@ class DSparkTrainer(Trainer):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_EVALUATION_SEED)
             for inputs in self.get_eval_dataloader(eval_dataset):
-                inputs = self._prepare_inputs(inputs)
+                inputs = self._without_repetitions(self._prepare_inputs(inputs))
                 with self.compute_loss_context_manager():
-                    vector = self._run(model, inputs, 1)[1].flatten()
+                    vector = self._run(model, inputs, cache)[1].flatten()
                 total = vector if total is None else total + vector
         model.train(was_training)
         if total is None:
-            raise ValueError("There are no evaluation examples: set aside some rows for it.")
+            raise ValueError(
+                "There are no evaluation examples: set aside some rows for it. (With "
+                "dataloader_drop_last, more than a batch of them.)"
+            )
         sums = ObjectiveSums.unflatten(self.accelerator.reduce(total, reduction="sum"))
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in sums.metrics().items()}
         objective = self.accelerator.unwrap_model(self.model)
@@ -179,6 +224,19 @@ class DSparkTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _without_repetitions(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """
+        Nothing to learn from the examples that fill up the last batches, so that all processes have
+        equally many: they were counted where they stand.
+        """
+        loader = self.accelerator.gradient_state
+        if not loader.end_of_dataloader or loader.remainder < 1:
+            return inputs
+        mask = inputs["loss_mask"]
+        places = self.accelerator.process_index * len(mask) + torch.arange(len(mask))
+        is_first = (places < loader.remainder).to(mask.device)
+        return {**inputs, "loss_mask": mask & is_first[:, None]}
 
     # -- checkpoints
 
@@ -225,8 +283,13 @@ def check_sharding(args: TrainingArguments, accelerator: Accelerator) -> None:
 
     Raises:
         `ValueError`: FSDP is asked for with layers wrapped one by one, or where accelerate would
-            leave it out without a word.
+            leave it out without a word; or DeepSpeed is, by the launcher.
     """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "Drafters were never trained under DeepSpeed. Launch without it: each process holds "
+            "the whole drafter, or FSDP shards it."
+        )
     if not args.fsdp and not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return
     if accelerator.distributed_type != DistributedType.FSDP:
