@@ -112,6 +112,10 @@ def test_prepared_rows_are_taken_as_they_are():
 BAD = {
     "{": "not JSON",
     "[1]": "expected a JSON object, found list",
+    "[" * 5000: r"cannot be read \(maximum recursion",
+    '{"n": ' + "1" * 5000 + "}": r"cannot be read \(Exceeds",
+    '{"text": "cut \\ud83d"}': r"half of a character \(\\ud83d\)",
+    '{"prompt": "cut", "messages": [{"role": "user", "content": "\\ude00"}]}': "half of a char",
     "{}": r"found \{\}",
     '{"txt": "a"}': r"found \{txt: str\}",
     '{"messages": []}': "needs a conversation",
@@ -156,6 +160,12 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     with pytest.raises(MalformedRow, match=r"rows\.jsonl:2: not UTF-8"):
         list(usable_rows(path, lambda row, where: row))
+
+
+def test_whole_emoji_and_byte_order_marks_are_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "\\ud83d\\ude00"}\n')
+    assert list(usable_rows(path, lambda row, where: row)) == [{"text": "\N{GRINNING FACE}"}]
 
 
 def test_a_missing_file_is_named(tmp_path):

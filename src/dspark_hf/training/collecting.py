@@ -20,16 +20,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._files import write_json
+from .._jsonl import MalformedRow, append_line, drop_torn_line, parse_row, read_lines
 from .answers import SamplingOptions, converse
-from .data import (
-    MalformedRow,
-    append_line,
-    drop_torn_line,
-    messages_of,
-    parse_row,
-    read_lines,
-    usable_rows,
-)
+from .data import messages_of, usable_rows
 
 FILES = ("train.jsonl", "validation.jsonl")
 PROVENANCE = "provenance.json"

@@ -7,7 +7,6 @@ and `assistant_spans` (the tokens that the target wrote, as `[start, end)` pairs
 whole.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,13 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from .._jsonl import MalformedRow, parse_row, read_lines
+
 T = TypeVar("T")
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # ShareGPT's names of the roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
-
-
-class MalformedRow(ValueError):
-    """A row that cannot be used; the message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -75,59 +72,6 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch["attention_mask"][i, :length] = 1
         batch["loss_mask"][i, :length] = torch.tensor(row["loss_mask"])
     return batch
-
-
-def drop_torn_line(path: Path) -> None:
-    """A run killed while it wrote leaves a line without an end; what it held is made again."""
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
-
-
-def append_line(path: Path, row: dict[str, Any]) -> None:
-    """
-    Write a row behind the others.
-
-    Raises:
-        `OSError`: the disk is full; the rows before it are whole.
-    """
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise OSError(
-            f"Writing to {path} failed ({error}). The rows before it are kept: free some space and "
-            "start again, it goes on behind them."
-        ) from error
-
-
-def read_lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
-    """
-    The lines of a JSONL file that are not empty, each with `file:line` for messages.
-
-    Raises:
-        `FileNotFoundError`: there is no such file.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; give a JSONL file.")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{path}:{number}", line
-
-
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """A line as an object. Raises [`MalformedRow`] if it is none."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except json.JSONDecodeError as error:
-        raise MalformedRow(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
-    except UnicodeDecodeError as error:
-        raise MalformedRow(f"{where}: not UTF-8 (byte {error.start}).") from error
-    if not isinstance(row, dict):
-        raise MalformedRow(f"{where}: expected a JSON object, found {type(row).__name__}.")
-    return row
 
 
 def usable_rows(
