@@ -168,6 +168,19 @@ def test_every_user_turn_is_answered_anew_by_the_target():
         assert row["input_ids"][start:] == alone(target, row["input_ids"][:start], 40)
 
 
+def test_system_turns_stay_where_they_are():
+    """Also behind an answer and before two questions in a row, each of which is answered."""
+    roles = ["assistant", "user", "assistant", "system", "user", "user", "system"]
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    target = make_stopping_target(stops=range(2, 12))
+    (row,) = converse(target, make_tokenizer(), [turns], GREEDY)
+    asked = [m["content"] for m in row["messages"] if m["role"] != "assistant"]
+    assert asked == ["1", "3", "4", "5"]
+    assert [m["role"] for m in row["messages"]] == (
+        ["user", "assistant", "system", "user", "assistant", "user", "assistant"]
+    )
+
+
 def test_a_conversation_ends_with_an_answer_that_was_cut_off():
     options = SamplingOptions(0.0, max_new_tokens=3)
     rows = converse(make_stopping_target(stops=(2,)), make_tokenizer(), TALKS, options)

@@ -170,6 +170,8 @@ def test_rows_behind_a_malformed_one_are_read(tmp_path):
         '{"turns": ["b", "c"]}',
         '{"messages": [{"role": "assistant", "content": "nobody asked"}]}',
         '{"prompt": "d"}',
+        '{"messages": [{"role": "user", "content": "e"}, {"role": "tool", "content": "f"}]}',
+        '{"prompt": "cut \\ud83d"}',
     )
     console = Console(record=True, width=200)
     texts = [turns[0]["content"] for turns in read_prompts([path], True, console)]
@@ -177,5 +179,7 @@ def test_rows_behind_a_malformed_one_are_read(tmp_path):
     report = console.export_text()
     assert "p.jsonl:2: not JSON" in report
     assert "p.jsonl:4: no user turn" in report
+    assert "p.jsonl:6: a turn of a tool" in report
+    assert "p.jsonl:7: not text: half of a character" in report
     with pytest.raises(MalformedRow, match=r"p\.jsonl:2"):
         list(read_prompts([path], False, console))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
-from ..training.answers import check_prompt
+from ..training.answers import check_prompt, questions_of
 from ..training.collecting import CollectionPlan, collect, read_prompts
 from ..training.inventing import invented_prompts
 from ..training.run import RunConfig, run_training
@@ -48,11 +48,16 @@ def run_data(
     template = {} if plan.thinking is None else {"enable_thinking": plan.thinking}
 
     def check(messages: list[dict[str, str]]) -> None:
-        system = [message for message in messages if message["role"] == "system"]
-        first = next(message for message in messages if message["role"] == "user")
+        asked, *later = questions_of(messages)
+        # What the target will say in between is not known yet.
+        answer = {"role": "assistant", "content": "."}
+        whole = [*asked, *(turn for question in later for turn in (answer, *question))]
         try:
             prompt = tokenizer.apply_chat_template(
-                [*system, first], add_generation_prompt=True, return_dict=False, **template
+                asked, add_generation_prompt=True, return_dict=False, **template
+            )
+            tokenizer.apply_chat_template(
+                whole, add_generation_prompt=True, tokenize=False, **template
             )
         except TemplateError as error:
             raise ValueError(f"the target's chat template refuses it ({error}).") from error

@@ -161,7 +161,7 @@ def converse(
     **template_options: Any,
 ) -> list[dict[str, Any]]:
     """
-    Answer every user turn of a batch of conversations anew.
+    Answer every user turn of a batch of conversations anew; turns of the assistant are not read.
 
     Returns:
         Prepared rows (see `data.py`): `messages`, `input_ids`, `assistant_spans` and
@@ -172,13 +172,13 @@ def converse(
     Raises:
         `ValueError`: see [`check_prompt`].
     """
-    histories = [[m for m in turns if m["role"] == "system"] for turns in conversations]
-    waiting = [[m for m in turns if m["role"] == "user"] for turns in conversations]
+    histories: list[list[dict[str, str]]] = [[] for _ in conversations]
+    waiting = [questions_of(turns) for turns in conversations]
     rows: list[dict[str, Any]] = [{} for _ in conversations]
     while active := [i for i in range(len(rows)) if waiting[i]]:
         prompts = {}
         for i in active:
-            histories[i].append(waiting[i].pop(0))
+            histories[i] += waiting[i].pop(0)
             prompt = tokenizer.apply_chat_template(
                 histories[i], add_generation_prompt=True, return_dict=False, **template_options
             )
@@ -207,6 +207,19 @@ def converse(
             if answer.finish_reason == "length" or not text.strip():
                 waiting[i].clear()
     return rows
+
+
+def questions_of(turns: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
+    """What is put to the target one after the other: user turns, each with what leads to it."""
+    questions: list[list[dict[str, str]]] = []
+    leading: list[dict[str, str]] = []
+    for turn in turns:
+        if turn["role"] != "assistant":
+            leading.append(turn)
+        if turn["role"] == "user":
+            questions.append(leading)
+            leading = []
+    return questions
 
 
 def _kept_spans(row: dict[str, Any], prompt: list[int]) -> list[list[int]]:

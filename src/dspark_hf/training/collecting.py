@@ -87,6 +87,10 @@ def read_prompts(
         messages = messages_of(row, where)
         if not any(message["role"] == "user" for message in messages):
             raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
+        if any(message["role"] == "tool" for message in messages):
+            raise MalformedRow(
+                f"{where}: a turn of a tool answers a call that the target may not make anew."
+            )
         try:
             if check is not None:
                 check(messages)
@@ -114,7 +118,7 @@ def collect(
     Rows that an earlier run has written are not written again.
 
     Args:
-        conversations: messages in the host's form; only user and system turns are read.
+        conversations: messages in the host's form; turns of the assistant are not read.
         folder (`Path`): made if missing.
         plan ([`CollectionPlan`]): must equal that of the folder.
         batch_size (`int`): conversations answered together.

@@ -23,8 +23,13 @@ from .._jsonl import MalformedRow, parse_row, read_lines
 T = TypeVar("T")
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+_ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 # ShareGPT's names of the roles.
-_ROLES = {"human": "user", "gpt": "assistant"}
+_ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+# What templates of thinking targets read beside the content.
+_THOUGHTS = ("reasoning_content", "thinking")
+_INSTEAD_OF_TOOLS = "give conversations without tools, or `input_ids` with `assistant_spans`."
 
 
 @dataclass(frozen=True)
@@ -106,30 +111,50 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     The conversation of a row in the host's form.
 
     Raises:
-        [`MalformedRow`]: no known field, an empty conversation, or a turn without text.
+        [`MalformedRow`]: no known field, an empty conversation, a turn without text or with a role
+            that is not known, or calls of tools.
     """
-    # Rows with the whole conversation often repeat its first message as `prompt`.
-    turns: Any = row.get("messages", row.get("conversations"))
-    if turns is None and isinstance(row.get("prompt"), str):
-        turns = [{"role": "user", "content": row["prompt"]}]
-    elif turns is None and isinstance(row.get("turns"), list):
-        turns = [{"role": "user", "content": turn} for turn in row["turns"][:1]]
+    turns = _first(row, _CONVERSATIONS)
+    if turns is None:
+        # Rows with the whole conversation often repeat its first message as `prompt`.
+        turns = _first(row, ("prompt", "turns"))
+        texts = [turns] if isinstance(turns, str) else turns
+        if isinstance(texts, list) and texts and isinstance(texts[0], str):
+            turns = [{"role": "user", "content": texts[0]}]
     if not isinstance(turns, list) or not turns:
         fields = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
         raise MalformedRow(
-            f"{where}: needs a conversation: `messages` or `conversations` (a list of turns), "
-            "`turns` (a list of texts) or `prompt` (a text), none of them empty; found "
-            f"{{{fields}}}. To train on, `text`, or `input_ids` with `assistant_spans`, will do as "
-            "well."
+            f"{where}: needs a conversation: {', '.join(map('`{}`'.format, _CONVERSATIONS))} (a "
+            "list of turns), `turns` (a list of texts) or `prompt` (either, or a text), none of "
+            f"them empty; found {{{fields}}}. To train on, `text`, or `input_ids` with "
+            "`assistant_spans`, will do as well."
         )
-    messages = []
-    for turn in turns:
-        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
-            raise MalformedRow(f"{where}: a turn needs a role and text, found {turn!r}.")
-        messages.append({"role": _ROLES.get(role, role), "content": content})
-    return messages
+    if row.get("tools") not in (None, [], "", "[]"):
+        raise MalformedRow(f"{where}: `tools` cannot be rendered; {_INSTEAD_OF_TOOLS}")
+    return [_message(turn, where) for turn in turns]
+
+
+def _message(turn: Any, where: str) -> dict[str, str]:
+    fields = turn if isinstance(turn, dict) else {}
+    role, content = _first(fields, ("role", "from")), _first(fields, ("content", "value"))
+    if fields.get("tool_calls"):
+        raise MalformedRow(f"{where}: `tool_calls` cannot be rendered; {_INSTEAD_OF_TOOLS}")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
+        raise MalformedRow(f"{where}: a turn needs a role and text, found {turn!r}.")
+    if role not in _ROLES:
+        raise MalformedRow(
+            f"{where}: a turn has the role {role!r}; known are {', '.join(sorted(_ROLES))}."
+        )
+    thoughts = {name: turn[name] for name in _THOUGHTS if turn.get(name)}
+    return {"role": _ROLES[role], "content": content, **thoughts}
+
+
+def _first(row: dict[str, Any], names: Sequence[str]) -> Any:
+    """What stands under the first of the names that has anything; tables fill up with `None`."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def make_example(
@@ -143,7 +168,8 @@ def make_example(
     Tokens and assistant mask of a row, cut at `max_length`.
 
     The mask comes from the real template: its generation marks if it has them, otherwise each
-    assistant turn is what rendering adds behind the prompt that generation would start from.
+    assistant turn is what rendering adds behind the prompt that generation would start from. What
+    it said before the first user turn answers nobody, and is context only.
 
     Raises:
         [`MalformedRow`]: see [`messages_of`]; ids outside of the vocabulary; a conversation that
@@ -152,7 +178,7 @@ def make_example(
     """
     if "input_ids" in row:
         ids, spans = _prepared(row, where, len(tokenizer))
-    elif isinstance(row.get("text"), str) and row["text"].strip():
+    elif _is_text(row):
         ids = tokenizer(row["text"])["input_ids"]
         spans = [(0, len(ids))]
     else:
@@ -165,6 +191,12 @@ def make_example(
     for start, end in spans:
         mask[start:end] = [True] * (end - start)
     return Example(ids[:max_length], mask[:max_length])
+
+
+def _is_text(row: dict[str, Any]) -> bool:
+    """Tables of conversations often hold their rendering as `text` too, which has no mask."""
+    text = row.get("text")
+    return _first(row, _CONVERSATIONS) is None and isinstance(text, str) and bool(text.strip())
 
 
 def _prepared(
@@ -209,24 +241,41 @@ def _rendered(
             if (i > 0 and mask[i - 1]) != (i < len(mask) and mask[i])
         ]
         return rendered["input_ids"], list(zip(edges[::2], edges[1::2], strict=True))
-    full = tokenizer.apply_chat_template(messages, return_dict=False, **options)
-    spans = []
+    def render(turns: list[dict[str, str]], **how: Any) -> Any:
+        return tokenizer.apply_chat_template(turns, return_dict=False, **how, **options)
+
+    full = render(messages)
+    spans, is_asked = [], False
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        is_asked = is_asked or message["role"] == "user"
+        if message["role"] != "assistant" or not is_asked:
             continue
-        before = tokenizer.apply_chat_template(
-            messages[:i], add_generation_prompt=True, return_dict=False, **options
-        )
-        until = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False, **options)
-        if full[: len(before)] != before or full[: len(until)] != until:
-            raise MalformedRow(
-                f"{where}: the chat template has no generation marks ({{% generation %}}), and it "
-                "renders turn "
-                f"{i + 1} differently depending on what follows, so the assistant's tokens cannot "
-                "be told apart. Use a template with marks, or prepared rows (`dspark-hf data`)."
-            )
-        spans.append((len(before), _answer_end(until, len(before), tokenizer.eos_token_id)))
+        before = render(messages[:i], add_generation_prompt=True)
+        until = render(messages[: i + 1])
+        start, end = _shared(full, before), _shared(full, until)
+        if start < len(before) or end < len(until):
+            # Tokens that reach over the edge of a turn, or another text?
+            text = render(messages, tokenize=False)
+            prompt = render(messages[:i], add_generation_prompt=True, tokenize=False)
+            answered = render(messages[: i + 1], tokenize=False)
+            if not (text.startswith(prompt) and text.startswith(answered)):
+                raise MalformedRow(
+                    f"{where}: the chat template has no generation marks ({{% generation %}}), and "
+                    f"it renders turn {i + 1} differently depending on what follows, so the "
+                    "assistant's tokens cannot be told apart. Use a template with marks, or "
+                    "prepared rows (`dspark-hf data`)."
+                )
+            # The target writes none that begins in the prompt.
+            start += start < len(before)
+        end = min(end, _answer_end(until, start, tokenizer.eos_token_id))
+        spans.append((start, max(start, end)))
     return full, spans
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _answer_end(ids: list[int], start: int, stop_id: int | None) -> int:
