@@ -79,6 +79,21 @@ def test_batches_answer_like_single_rows(family, monkeypatch):
     assert (growing_cache(target.config) is None) == (family in ("gemma3", "mistral_swa"))
 
 
+@pytest.mark.parametrize("own", [{"min_new_tokens": 7}, {"forced_eos_token_id": 2}])
+def test_what_the_targets_generation_config_counts_is_not_counted_by_stride(monkeypatch, own):
+    monkeypatch.setattr(answers_module, "_STRIDE", 5)
+    target = make_stopping_target()
+    # What the shortest prompt's answer would go through ends answers.
+    stop = alone(target, PROMPTS[2], 12)[3]
+    target.generation_config.update(eos_token_id=[stop], pad_token_id=stop)
+    without = [alone(target, prompt, 12) for prompt in PROMPTS]
+    target.generation_config.update(**own)
+    expected = [alone(target, prompt, 12) for prompt in PROMPTS]
+    assert expected != without
+    answers = answer_batch(target, make_tokenizer(), PROMPTS, SamplingOptions(0, max_new_tokens=12))
+    assert [answer.token_ids for answer in answers] == expected
+
+
 @pytest.mark.parametrize("limit", [1, 5, 6, 12])
 def test_limits_that_are_no_multiple_of_the_stride(monkeypatch, limit):
     monkeypatch.setattr(answers_module, "_STRIDE", 5)

@@ -17,6 +17,11 @@ from .growing_cache import growing_cache
 
 # Tokens between two looks at which rows have finished.
 _STRIDE = 32
+# What a target's generation config counts from the beginning or to the end of an answer.
+_WHOLE_ANSWERS = (
+    *("min_new_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "num_beams"),
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ def answer_batch(
     """
     The target's answers to a batch of tokenised prompts, in their order.
 
-    Rows leave the batch when they have finished, so a few long answers do not cost like many.
+    Rows leave the batch when they have finished, so a few long answers do not cost like many;
+    unless the target's generation config has fields that only a whole answer obeys.
 
     Raises:
         `ValueError`: see [`check_prompt`].
@@ -121,13 +127,15 @@ def answer_batch(
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows, answers = list(range(len(prompts))), {}
     cache = growing_cache(target.config)
+    own = target.generation_config.to_dict()
+    is_whole = any(own.get(name) not in (None, 0, 1) for name in _WHOLE_ANSWERS)
     while rows:
         room = width + options.max_new_tokens - input_ids.shape[1]
         output = target.generate(
             input_ids,
             attention_mask=mask,
             cache=cache,
-            max_new_tokens=min(_STRIDE, room),
+            max_new_tokens=room if is_whole else min(_STRIDE, room),
             pad_token_id=pad,
             return_dict_in_generate=True,
             **options.generate_options(),

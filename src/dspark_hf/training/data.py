@@ -8,7 +8,7 @@ whole.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,12 @@ from .._jsonl import MalformedRow, parse_row, read_lines
 T = TypeVar("T")
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_CONVERSATIONS = ("messages", "conversations", "conversation")
+# All that is read of a row.
+ROW_FIELDS = (
+    *("messages", "conversations", "conversation", "prompt", "turns", "text", "tools"),
+    *("input_ids", "assistant_spans"),
+)
+_CONVERSATIONS = ROW_FIELDS[:3]
 _ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 # ShareGPT's names of the roles.
 _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -80,14 +85,16 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def usable_rows(
-    path: str | Path,
+    source: str | Path | Iterable[tuple[str, dict[str, Any]]],
     make: Callable[[dict[str, Any], str], T],
     on_malformed: Callable[[MalformedRow], None] | None = None,
 ) -> Iterator[T]:
     """
-    What `make` makes of the rows of a JSONL file, given a row and its `file:line`.
+    What `make` makes of rows, given each row and where it stands.
 
     Args:
+        source: a JSONL file, whose rows are named `file:line`, or rows with their names, such as a
+            [`Table`].
         on_malformed (`Callable`, *optional*):
             Told of rows that cannot be used, which are left out then; by default they are fatal.
 
@@ -95,9 +102,11 @@ def usable_rows(
         [`MalformedRow`]: see `on_malformed`.
         `FileNotFoundError`: there is no such file.
     """
-    for where, line in read_lines(path):
+    is_file = isinstance(source, str | Path)
+    rows: Iterable[tuple[str, Any]] = read_lines(source) if is_file else source
+    for where, row in rows:
         try:
-            made = make(parse_row(line, where), where)
+            made = make(parse_row(row, where) if is_file else row, where)
         except MalformedRow as error:
             if on_malformed is None:
                 raise

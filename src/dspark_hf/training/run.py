@@ -32,6 +32,7 @@ from .collecting import FILES, PROVENANCE, changed_settings
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .objective import ObjectiveWeights
+from .sources import open_source
 from .target_states import TargetReader
 from .trainer import DSparkTrainer, last_complete_checkpoint
 
@@ -53,7 +54,8 @@ class RunConfig:
 
     Attributes:
         target (`str`): path or Hub id.
-        data (`str`): folder of `dspark-hf data`, or one JSONL file (5 % is set aside).
+        data (`str`): folder of `dspark-hf data`, or one JSONL file or dataset (5 % is set aside;
+            see [`open_source`]).
         output (`str`): folder of checkpoints and of the finished drafter.
         drafter (`dict`):
             Arguments of [`build_drafter`] (`mask_token_id` is needed) or [`build_eagle3`].
@@ -218,21 +220,22 @@ def load_examples(
     def skip(error: MalformedRow) -> None:
         console.print(f"skipped {error}", style="yellow", markup=False)
 
-    source = Path(config.data)
-    paths = [source / name for name in FILES] if source.is_dir() else [source]
+    folder = Path(config.data)
+    is_collected = any((folder / name).exists() for name in (*FILES, PROVENANCE))
+    sources = [folder / n for n in FILES] if is_collected else [open_source(config.data)]
     parts = []
-    for path in paths:
-        rows = list(usable_rows(path, make, skip if config.on_error == "skip" else None))
+    for source in sources:
+        rows = list(usable_rows(source, make, skip if config.on_error == "skip" else None))
         examples = [example for example in rows if sum(example.loss_mask) > block_size]
         if short := len(rows) - len(examples):
             console.print(
-                f"{path}: left out {short} rows with no more than {block_size} answer tokens."
+                f"{source}: left out {short} rows with no more than {block_size} answer tokens."
             )
         parts.append(examples)
     if len(parts) == 1:
         parts = [parts[0][len(parts[0]) // 20 :], parts[0][: len(parts[0]) // 20]]
     if not parts[0]:
-        raise ValueError(f"{source} holds no row that can be trained on.")
+        raise ValueError(f"{config.data} holds no row that can be trained on.")
     return DraftDataset(parts[0]), DraftDataset(parts[1])
 
 
