@@ -158,7 +158,7 @@ def test_a_folder_of_an_earlier_version_says_what_it_does_not_know(tmp_path):
     path = tmp_path / PROVENANCE
     facts = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({k: v for k, v in facts.items() if k != "dtype"}), encoding="utf-8")
-    told = r'does not say dtype: an earlier version.*write into it .*"dtype": "float32"'
+    told = r'lacks dtype: an earlier version.*write into it .*"dtype": "float32"'
     with pytest.raises(ValueError, match=told):
         fill(tmp_path)
     path.write_text(json.dumps(facts), encoding="utf-8")

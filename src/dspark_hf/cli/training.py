@@ -14,7 +14,7 @@ from ..training.answers import check_prompt, questions_of
 from ..training.collecting import CollectionPlan, collect, read_prompts
 from ..training.inventing import invented_prompts
 from ..training.run import RunConfig, run_training
-from ..training.sources import Table, open_source
+from ..training.sources import DatasetRows, open_source
 from .models import load_target, target_source
 
 
@@ -33,7 +33,7 @@ def run_data(
     """Fill a data folder."""
     if not prompts and not invent:
         raise ValueError(
-            "No prompts: give --prompts FILE (or a dataset), or --invent N for prompts of the target."
+            "No prompts: give --prompts FILE or dataset, or --invent N for prompts of the target."
         )
     if output.is_file():
         raise ValueError(f"{output} is a file; give a folder for the rows.")
@@ -77,7 +77,7 @@ def run_data(
     target.eval()
     sources = {
         name: f"prompts, revision {prompt_source.revision}"
-        if isinstance(prompt_source, Table) and prompt_source.revision
+        if isinstance(prompt_source, DatasetRows) and prompt_source.revision
         else "prompts"
         for name, prompt_source in zip(prompts, opened, strict=True)
     }

@@ -23,7 +23,7 @@ from .._files import write_json
 from .._jsonl import MalformedRow, append_line, drop_torn_line, parse_row, read_lines
 from .answers import SamplingOptions, converse, stop_token_ids
 from .data import messages_of, usable_rows
-from .sources import Table
+from .sources import DatasetRows
 
 FILES = ("train.jsonl", "validation.jsonl")
 PROVENANCE = "provenance.json"
@@ -78,7 +78,7 @@ class CollectionPlan:
 
 
 def read_prompts(
-    sources: Sequence[Path | Table],
+    sources: Sequence[Path | DatasetRows],
     skip_malformed: bool,
     console: Console,
     check: Callable[[list[dict[str, str]]], None] | None = None,
@@ -231,8 +231,8 @@ def _check_plan(folder: Path, facts: dict[str, Any]) -> None:
         ) from error
     if unsaid := {name: value for name, value in facts.items() if name not in found}:
         raise ValueError(
-            f"{path} does not say {', '.join(unsaid)}: an earlier version wrote it. Its rows can be "
-            f"trained on as they are. To add to them, write into it what they were made with (now "
+            f"{path} lacks {', '.join(unsaid)}: an earlier version made it. Its rows can be "
+            "trained on as they are. To add to them, write into it what they were made with (now "
             f"it would be {json.dumps(unsaid)[1:-1]}), or use another folder."
         )
     if changes := changed_settings(found, facts, but="versions"):

@@ -50,10 +50,17 @@ class Example:
 
 
 class DraftDataset(Dataset):
-    """Examples in memory. `index` goes along, so that stored target states can be found."""
+    """
+    Examples in memory. `index` goes along, so that stored target states can be found.
 
-    def __init__(self, examples: Sequence[Example]):
+    Attributes:
+        examples (`list[Example]`): what it holds.
+        revision (`str`, *optional*): commit of the dataset on the Hub that they were made of.
+    """
+
+    def __init__(self, examples: Sequence[Example], revision: str | None = None):
         self.examples = list(examples)
+        self.revision = revision
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -68,14 +75,27 @@ class DraftDataset(Dataset):
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad on the right: `input_ids`, `attention_mask`, `loss_mask` `(B, S)` and `index` `(B,)`."""
+    """
+    Pad on the right: `input_ids`, `attention_mask`, `loss_mask` `(B, S)`, and `index` `(B,)` if the
+    rows have one.
+
+    Raises:
+        `ValueError`: the rows are no examples.
+    """
+    for row in rows:
+        if "input_ids" not in row or len(row["input_ids"]) != len(row.get("loss_mask", ())):
+            raise ValueError(
+                "An example to train on holds `input_ids` and a `loss_mask` of the same length, as "
+                f"`make_example` of dspark_hf.training.data makes them; found {', '.join(row)}."
+            )
     width = max(len(row["input_ids"]) for row in rows)
     batch = {
         "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
         "attention_mask": torch.zeros(len(rows), width, dtype=torch.long),
         "loss_mask": torch.zeros(len(rows), width, dtype=torch.bool),
-        "index": torch.tensor([row["index"] for row in rows]),
     }
+    if "index" in rows[0]:
+        batch["index"] = torch.tensor([row["index"] for row in rows])
     for i, row in enumerate(rows):
         length = len(row["input_ids"])
         batch["input_ids"][i, :length] = torch.tensor(row["input_ids"])
@@ -94,7 +114,7 @@ def usable_rows(
 
     Args:
         source: a JSONL file, whose rows are named `file:line`, or rows with their names, such as a
-            [`Table`].
+            [`DatasetRows`].
         on_malformed (`Callable`, *optional*):
             Told of rows that cannot be used, which are left out then; by default they are fatal.
 
@@ -102,11 +122,11 @@ def usable_rows(
         [`MalformedRow`]: see `on_malformed`.
         `FileNotFoundError`: there is no such file.
     """
-    is_file = isinstance(source, str | Path)
-    rows: Iterable[tuple[str, Any]] = read_lines(source) if is_file else source
+    rows: Iterable[tuple[str, Any]]
+    rows = read_lines(source) if isinstance(source, str | Path) else source
     for where, row in rows:
         try:
-            made = make(parse_row(row, where) if is_file else row, where)
+            made = make(parse_row(row, where) if isinstance(row, bytes) else row, where)
         except MalformedRow as error:
             if on_malformed is None:
                 raise
@@ -150,7 +170,8 @@ def _message(turn: Any, where: str) -> dict[str, str]:
         raise MalformedRow(f"{where}: `tool_calls` cannot be rendered; {_INSTEAD_OF_TOOLS}")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        is_text = all(isinstance(part, str) for part in parts)
+        content = "".join(map(str, parts)) if is_text else None
     if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
         raise MalformedRow(f"{where}: a turn needs a role and text, found {turn!r}.")
     if role not in _ROLES:
@@ -250,6 +271,7 @@ def _rendered(
             if (i > 0 and mask[i - 1]) != (i < len(mask) and mask[i])
         ]
         return rendered["input_ids"], list(zip(edges[::2], edges[1::2], strict=True))
+
     def render(turns: list[dict[str, str]], **how: Any) -> Any:
         return tokenizer.apply_chat_template(turns, return_dict=False, **how, **options)
 

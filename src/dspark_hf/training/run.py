@@ -236,7 +236,8 @@ def load_examples(
         parts = [parts[0][len(parts[0]) // 20 :], parts[0][: len(parts[0]) // 20]]
     if not parts[0]:
         raise ValueError(f"{config.data} holds no row that can be trained on.")
-    return DraftDataset(parts[0]), DraftDataset(parts[1])
+    revision = getattr(sources[0], "revision", None)
+    return DraftDataset(parts[0], revision), DraftDataset(parts[1], revision)
 
 
 def make_drafter(
@@ -349,6 +350,8 @@ def _card_facts(
         * arguments.world_size,
         "learning rate": arguments.learning_rate,
     }
+    if train.revision is not None:
+        facts["data"] = f"{config.data}, revision {train.revision}"
     provenance = Path(config.data) / PROVENANCE
     if provenance.is_file():
         made = json.loads(provenance.read_text(encoding="utf-8"))

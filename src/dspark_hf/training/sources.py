@@ -30,7 +30,7 @@ _OTHER_FILES = (".jsonl", ".json", ".csv", ".txt", ".gz", ".yaml")
 
 
 @dataclass(frozen=True)
-class Table:
+class DatasetRows:
     """
     Rows of a dataset, each with `dataset, row number` for messages; counted from 0, as there.
 
@@ -55,7 +55,7 @@ class Table:
             raise OSError(_unreadable(self.name, error)) from error
 
 
-def open_source(name: str) -> Path | Table:
+def open_source(name: str) -> Path | DatasetRows:
     """
     The JSONL file or the table of a name.
 
@@ -87,7 +87,7 @@ def open_source(name: str) -> Path | Table:
             f"{name} has the columns {', '.join(columns)}; it needs one of {', '.join(ROW_FIELDS)}."
         )
     # Others can be large, or pictures that would be decoded.
-    return Table(table.name, table.revision, table.rows.select_columns(used))
+    return DatasetRows(table.name, table.revision, table.rows.select_columns(used))
 
 
 def _spelled(name: str) -> dict[str, Any]:
@@ -96,7 +96,9 @@ def _spelled(name: str) -> dict[str, Any]:
     path = fields["path"]
     if Path(path).exists():
         if fields["revision"]:
-            raise ValueError(f"{name}: only datasets on the Hub have revisions, and {path} is here.")
+            raise ValueError(
+                f"{name}: only datasets on the Hub have revisions, and {path} is here."
+            )
         return fields
     try:
         validate_repo_id(path)
@@ -118,14 +120,12 @@ def _loaded(
     config: str | None = None,
     split: str | None = None,
     head: str | None = None,
-) -> Table:
+) -> DatasetRows:
     """Through the library's readers; only a part of a split is read as a stream."""
     is_file = Path(path).is_file()
     reader, files = (_TABLE_FILES[Path(path).suffix], path) if is_file else (path, None)
     try:
-        builder = datasets.load_dataset_builder(
-            reader, config, revision=revision, data_files=files
-        )
+        builder = datasets.load_dataset_builder(reader, config, revision=revision, data_files=files)
         splits = list(builder.info.splits or builder.as_streaming_dataset())
     except Exception as error:
         raise OSError(_unreadable(name, error)) from error
@@ -138,7 +138,7 @@ def _loaded(
             rows = builder.as_streaming_dataset(split).take(int(head))
     except Exception as error:
         raise OSError(_unreadable(name, error)) from error
-    return Table(name, None if Path(path).exists() else builder.hash, rows)
+    return DatasetRows(name, None if Path(path).exists() else builder.hash, rows)
 
 
 def _saved(
@@ -149,7 +149,7 @@ def _saved(
     config: str | None = None,
     split: str | None = None,
     head: str | None = None,
-) -> Table:
+) -> DatasetRows:
     """What `save_to_disk` wrote."""
     try:
         rows = datasets.load_from_disk(path)
@@ -159,7 +159,9 @@ def _saved(
         raise ValueError(f"{path} was saved without the {config or split!r} that {name} asks for.")
     if isinstance(rows, dict):
         rows = rows[_chosen(name, split, list(rows))]
-    return Table(name, None, rows if head is None else rows.select(range(min(int(head), len(rows)))))
+    return DatasetRows(
+        name, None, rows if head is None else rows.select(range(min(int(head), len(rows))))
+    )
 
 
 def _chosen(name: str, split: str | None, splits: list[str]) -> str:
