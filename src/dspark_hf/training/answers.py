@@ -20,7 +20,7 @@ _STRIDE = 32
 # What a target's generation config counts from the beginning or to the end of an answer.
 _WHOLE_ANSWERS = (
     *("min_new_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
-    *("exponential_decay_length_penalty", "num_beams"),
+    "exponential_decay_length_penalty",
 )
 
 
@@ -128,7 +128,8 @@ def answer_batch(
     rows, answers = list(range(len(prompts))), {}
     cache = growing_cache(target.config)
     own = target.generation_config.to_dict()
-    is_whole = any(own.get(name) not in (None, 0, 1) for name in _WHOLE_ANSWERS)
+    is_whole = any(own.get(name) is not None for name in _WHOLE_ANSWERS)
+    is_whole = is_whole or own.get("num_beams") not in (None, 1)
     while rows:
         room = width + options.max_new_tokens - input_ids.shape[1]
         output = target.generate(

@@ -206,7 +206,7 @@ def make_example(
             the template refuses; or a template without marks that renders it differently
             once more turns follow.
     """
-    if "input_ids" in row:
+    if row.get("input_ids") is not None:
         ids, spans = _prepared(row, where, len(tokenizer))
     elif _is_text(row):
         ids = tokenizer(row["text"])["input_ids"]

@@ -221,8 +221,9 @@ def load_examples(
         console.print(f"skipped {error}", style="yellow", markup=False)
 
     folder = Path(config.data)
-    is_collected = any((folder / name).exists() for name in (*FILES, PROVENANCE))
-    sources = [folder / n for n in FILES] if is_collected else [open_source(config.data)]
+    collected = [folder / name for name in FILES]
+    is_collected = (folder / PROVENANCE).exists() or all(map(Path.is_file, collected))
+    sources = collected if is_collected else [open_source(config.data)]
     parts = []
     for source in sources:
         rows = list(usable_rows(source, make, skip if config.on_error == "skip" else None))
