@@ -147,6 +147,12 @@ def test_the_hub_is_asked_for_what_is_spelled(hub):
     assert hub == [("lab/chat", None, None), ("lab/chat", "main", "v1.0"), ("lab/none", None, None)]
 
 
+def test_another_commit_from_the_cache_is_not_taken(hub):
+    assert open_source(f"lab/chat@{COMMIT}:train").revision == COMMIT
+    with pytest.raises(OSError, match=f"holds commit {COMMIT} only"):
+        open_source(f"lab/chat@{'0' * 40}:train")
+
+
 def test_a_table_that_breaks_off_is_named():
     def rows():
         yield {"prompt": "hi"}

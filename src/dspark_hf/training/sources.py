@@ -22,6 +22,7 @@ _SPELLING = re.compile(
     r"(:(?P<config>[^:\[\]]+)(?=:))?(:(?P<split>[^:\[\]]+))?(\[:(?P<head>\d+)\])?"
 )
 _SPELLED = "PATH_OR_ID[@REVISION][:CONFIGURATION][:SPLIT][[:N]]"
+_COMMIT = re.compile("[0-9a-f]{40}")
 # Files that the library reads, by the names of its readers.
 _TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 # What `save_to_disk` writes: of one table, and of several splits.
@@ -130,6 +131,11 @@ def _loaded(
     except Exception as error:
         raise OSError(_unreadable(name, error)) from error
     split = _chosen(name, split, splits)
+    if revision is not None and _COMMIT.fullmatch(revision) and revision != builder.hash:
+        # Without the Hub the library takes whatever its cache holds.
+        raise OSError(
+            f"{name}: the cache of datasets holds commit {builder.hash} only. Connect to the Hub."
+        )
     try:
         if head is None:
             builder.download_and_prepare()
