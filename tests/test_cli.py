@@ -172,18 +172,6 @@ def test_demo_runs_the_shipped_drafter(pair, monkeypatch):
     assert "identical to plain decoding" in output
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [("{}", "line 2"), ("not json", "line 2"), ('{"turns": []}', "line 2")],
-)
-def test_a_bad_prompt_line_is_named(pair, tmp_path, row, message):
-    """File and line, and what was expected."""
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + row, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        cli_models.read_prompts(path, 5)
-
-
 def test_expected_failures_are_one_line(pair, monkeypatch, capsys):
     """A wrong path ends in a sentence and exit code 1, not in a traceback."""
     monkeypatch.setattr(sys, "argv", ["dspark-hf", "inspect", "no-such-folder-or-repo"])

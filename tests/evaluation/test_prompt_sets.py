@@ -31,21 +31,22 @@ def test_a_folder_is_one_set_a_file(tmp_path):
     ("row", "found"),
     [
         ("{}", "{}"),
-        ("not json", "not json"),
+        ("not json", "not JSON"),
         ('{"turns": []}', "turns"),
         ('{"turns": [""]}', "found ''"),
         ('{"turns": [null]}', "found None"),
         ('{"prompt": "  "}', "found '  '"),
-        ('["text"]', "text"),
-        ("5", "5"),
-        (b'{"prompt": "\xff"}', "prompt"),
+        ('["text"]', "found list"),
+        ("5", "found int"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"prompt": "cut \\ud83d"}', r"half of a character (\ud83d)"),
     ],
 )
 def test_a_row_without_text_is_named(tmp_path, row, found):
-    """File and line, what was expected and what was found."""
+    """By file and line, with what was found."""
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n\n' + (row if isinstance(row, bytes) else row.encode()))
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: expected .*turns") as raised:
+    with pytest.raises(ValueError, match=r"bad\.jsonl:3: ") as raised:
         read_prompts(path)
     assert found in str(raised.value)
     assert read_prompts(path, limit=1) == ["fine"]

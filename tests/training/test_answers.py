@@ -79,6 +79,21 @@ def test_batches_answer_like_single_rows(family, monkeypatch):
     assert (growing_cache(target.config) is None) == (family in ("gemma3", "mistral_swa"))
 
 
+@pytest.mark.parametrize("own", [{"min_new_tokens": 7}, {"forced_eos_token_id": 2}])
+def test_what_the_targets_generation_config_counts_is_not_counted_by_stride(monkeypatch, own):
+    monkeypatch.setattr(answers_module, "_STRIDE", 5)
+    target = make_stopping_target()
+    # What the shortest prompt's answer would go through ends answers.
+    stop = alone(target, PROMPTS[2], 12)[3]
+    target.generation_config.update(eos_token_id=[stop], pad_token_id=stop)
+    without = [alone(target, prompt, 12) for prompt in PROMPTS]
+    target.generation_config.update(**own)
+    expected = [alone(target, prompt, 12) for prompt in PROMPTS]
+    assert expected != without
+    answers = answer_batch(target, make_tokenizer(), PROMPTS, SamplingOptions(0, max_new_tokens=12))
+    assert [answer.token_ids for answer in answers] == expected
+
+
 @pytest.mark.parametrize("limit", [1, 5, 6, 12])
 def test_limits_that_are_no_multiple_of_the_stride(monkeypatch, limit):
     monkeypatch.setattr(answers_module, "_STRIDE", 5)
@@ -166,6 +181,19 @@ def test_every_user_turn_is_answered_anew_by_the_target():
         start, end = row["assistant_spans"][-1]
         assert end == len(row["input_ids"])
         assert row["input_ids"][start:] == alone(target, row["input_ids"][:start], 40)
+
+
+def test_system_turns_stay_where_they_are():
+    """Also behind an answer and before two questions in a row, each of which is answered."""
+    roles = ["assistant", "user", "assistant", "system", "user", "user", "system"]
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    target = make_stopping_target(stops=range(2, 12))
+    (row,) = converse(target, make_tokenizer(), [turns], GREEDY)
+    asked = [m["content"] for m in row["messages"] if m["role"] != "assistant"]
+    assert asked == ["1", "3", "4", "5"]
+    assert [m["role"] for m in row["messages"]] == (
+        ["user", "assistant", "system", "user", "assistant", "user", "assistant"]
+    )
 
 
 def test_a_conversation_ends_with_an_answer_that_was_cut_off():

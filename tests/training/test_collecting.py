@@ -30,15 +30,21 @@ def make_stopping_target():
     return target
 
 
-def fill(folder, plan=PLAN, questions=QUESTIONS, tokenizer=None, sources=None):
+def make_penalising_target():
+    target = make_stopping_target()
+    target.generation_config.repetition_penalty = 1.2
+    return target
+
+
+def fill(folder, plan=PLAN, questions=QUESTIONS, tokenizer=None, sources=None, target=None, size=3):
     conversations = iter([[{"role": "user", "content": text}] for text in questions])
     return collect(
-        make_stopping_target(),
+        target or make_stopping_target(),
         tokenizer or make_tokenizer(),
         conversations,
         folder,
         plan,
-        batch_size=3,
+        batch_size=size,
         sources=sources or {"list": "prompts"},
     )
 
@@ -83,6 +89,9 @@ def test_provenance_says_how_it_was_made(whole):
     assert facts["temperatures"] == [0.0, 1.0]
     assert facts["thinking"] is None
     assert facts["sources"] == {"list": "prompts"}
+    assert (facts["batch_size"], facts["dtype"]) == (3, "float32")
+    assert facts["stop_token_ids"] == list(range(2, 12))
+    assert facts["generation_config"] == {}
     assert {"seed", "max_new_tokens", "chat_template_sha256", "versions"} <= set(facts)
 
 
@@ -131,6 +140,9 @@ def test_a_full_disk_keeps_whole_rows(tmp_path, whole):
         ({"plan": CollectionPlan("other")}, "target 'tiny' there, 'other' now"),
         ({"tokenizer": make_tokenizer(THINKING)}, "chat_template_sha256"),
         ({"sources": {"other": "prompts"}}, "sources"),
+        ({"size": 2}, "batch_size 3 there, 2 now"),
+        ({"target": make_stopping_target().bfloat16()}, "dtype 'float32' there, 'bfloat16' now"),
+        ({"target": make_penalising_target()}, r"generation_config .* 1\.2.* now"),
     ],
 )
 def test_a_folder_made_by_another_plan_is_not_added_to(tmp_path, change, named):
@@ -139,6 +151,18 @@ def test_a_folder_made_by_another_plan_is_not_added_to(tmp_path, change, named):
     with pytest.raises(ValueError, match=named):
         fill(tmp_path, **change)
     assert contents(tmp_path) == before
+
+
+def test_a_folder_of_an_earlier_version_says_what_it_does_not_know(tmp_path):
+    fill(tmp_path, questions=QUESTIONS[:1])
+    path = tmp_path / PROVENANCE
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({k: v for k, v in facts.items() if k != "dtype"}), encoding="utf-8")
+    told = r'lacks dtype: an earlier version.*write into it .*"dtype": "float32"'
+    with pytest.raises(ValueError, match=told):
+        fill(tmp_path)
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    fill(tmp_path)
 
 
 def test_thinking_is_passed_on_and_recorded(tmp_path):
@@ -170,6 +194,8 @@ def test_rows_behind_a_malformed_one_are_read(tmp_path):
         '{"turns": ["b", "c"]}',
         '{"messages": [{"role": "assistant", "content": "nobody asked"}]}',
         '{"prompt": "d"}',
+        '{"messages": [{"role": "user", "content": "e"}, {"role": "tool", "content": "f"}]}',
+        '{"prompt": "cut \\ud83d"}',
     )
     console = Console(record=True, width=200)
     texts = [turns[0]["content"] for turns in read_prompts([path], True, console)]
@@ -177,5 +203,7 @@ def test_rows_behind_a_malformed_one_are_read(tmp_path):
     report = console.export_text()
     assert "p.jsonl:2: not JSON" in report
     assert "p.jsonl:4: no user turn" in report
+    assert "p.jsonl:6: a turn of a tool" in report
+    assert "p.jsonl:7: not text: half of a character" in report
     with pytest.raises(MalformedRow, match=r"p\.jsonl:2"):
         list(read_prompts([path], False, console))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import models, pre_tokenizers
 
 from dspark_hf.training.data import (
     DraftDataset,
@@ -63,6 +64,48 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert spans(one, tokenizer) == ["hello" + END]
 
 
+def test_an_answer_that_begins_like_the_template_is_learned():
+    """Its first token merges with the template's last one, so tokens alone find no beginning."""
+    tokenizer = make_tokenizer(PLAIN.replace("<a>", "<a> "))
+    vocabulary = {**tokenizer.get_vocab(), "  ": 80}
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    tokenizer.backend_tokenizer.model = models.BPE(vocabulary, [(" ", " ")], unk_token=".")
+    turns = [TALK[1], {"role": "assistant", "content": "  hello"}, *TALK[3:]]
+    example = make_example({"messages": turns}, "x:1", tokenizer, 1000)
+    assert tokenizer.decode(example.input_ids) == "<u>hi<e><a>   hello<e> <u>sum?<e><a> four<e> "
+    # Of three spaces the first two are one token, which begins in the prompt.
+    assert spans(example, tokenizer) == [" hello<e>", "four<e>"]
+    turns[1] = {"role": "assistant", "content": " "}
+    with pytest.raises(MalformedRow, match="a turn needs a role and text"):
+        make_example({"messages": turns}, "x:1", tokenizer, 1000)
+
+
+def test_what_the_assistant_says_before_anybody_asks_is_context():
+    """ShareGPT files often begin with its greeting."""
+    tokenizer = make_tokenizer()
+    for opening in ([], TALK[:1]):
+        turns = [*opening, {"role": "assistant", "content": "welcome"}, *TALK[1:3]]
+        example = make_example({"messages": turns}, "x:1", tokenizer, 1000)
+        assert "<a>welcome<e> <u>hi<e><a>hello<e> " in tokenizer.decode(example.input_ids)
+        assert spans(example, tokenizer) == ["hello" + END]
+
+
+@pytest.mark.parametrize(
+    ("turns", "learned"),
+    [
+        ([*TALK[1:2], TALK[3], TALK[4]], ["four"]),
+        ([*TALK[1:3], TALK[2]], ["hello", "hello"]),
+        ([*TALK[1:3], TALK[0], *TALK[3:]], ["hello", "four"]),
+        ([*TALK[1:3], {"role": "tool", "content": "x"}, TALK[4]], ["hello", "four"]),
+    ],
+)
+def test_turns_in_unusual_order(turns, learned):
+    """Two of a kind in a row, a system turn or a tool's in between."""
+    tokenizer = make_tokenizer()
+    example = make_example({"messages": turns}, "x:1", tokenizer, 1000)
+    assert spans(example, tokenizer) == [text + END for text in learned]
+
+
 def test_a_conversation_that_the_template_refuses_is_named():
     refusing = "{{ raise_exception('no system role') }}"
     row = {"messages": [{"role": "user", "content": "hi"}]}
@@ -83,6 +126,14 @@ def test_template_options_are_passed_on():
     [
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
         {"messages": TALK[1:3], "prompt": "the same again"},
+        {"conversation": TALK[1:3], "text": "the same, rendered"},
+        {
+            "messages": [
+                {"role": None, "from": "human", "content": None, "value": "hi"},
+                {"role": "assistant", "content": [{"type": "text", "text": "hel"}, "lo"]},
+            ],
+            "tools": [],
+        },
     ],
 )
 def test_other_names_of_the_same_conversation(row):
@@ -92,8 +143,9 @@ def test_other_names_of_the_same_conversation(row):
 
 
 def test_prompts_and_turns_are_conversations_of_one_user_turn():
-    for row in ({"prompt": "hi"}, {"turns": ["hi", "later"]}):
-        assert messages_of(row, "x:1") == [{"role": "user", "content": "hi"}]
+    turn = [{"role": "user", "content": "hi"}]
+    for row in ({"prompt": "hi"}, {"turns": ["hi", "later"], "prompt": None}, {"prompt": turn}):
+        assert messages_of(row, "x:1") == turn
 
 
 def test_text_is_learned_whole_and_long_rows_are_cut():
@@ -112,6 +164,10 @@ def test_prepared_rows_are_taken_as_they_are():
 BAD = {
     "{": "not JSON",
     "[1]": "expected a JSON object, found list",
+    "[" * 5000: r"cannot be read \(maximum recursion",
+    '{"n": ' + "1" * 5000 + "}": r"cannot be read \(Exceeds",
+    '{"text": "cut \\ud83d"}': r"half of a character \(\\ud83d\)",
+    '{"prompt": "cut", "messages": [{"role": "user", "content": "\\ude00"}]}': "half of a char",
     "{}": r"found \{\}",
     '{"txt": "a"}': r"found \{txt: str\}",
     '{"messages": []}': "needs a conversation",
@@ -119,6 +175,10 @@ BAD = {
     '{"messages": [{"role": "user", "content": ""}]}': "a turn needs a role and text",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a turn needs a role",
     '{"messages": ["hi"]}': "a turn needs a role",
+    '{"messages": [{"role": "assistant", "content": null}]}': "a turn needs a role",
+    '{"messages": [{"role": "bot", "content": "hi"}]}': "the role 'bot'; known are assistant, ",
+    '{"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]}': "`tool_calls` cannot",
+    '{"prompt": "hi", "tools": [{"name": "search"}]}': "`tools` cannot be rendered",
     '{"turns": []}': "needs a conversation",
     '{"text": "  "}': "needs a conversation",
     '{"input_ids": [1, -2], "assistant_spans": []}': "list of token ids",
@@ -156,6 +216,12 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     with pytest.raises(MalformedRow, match=r"rows\.jsonl:2: not UTF-8"):
         list(usable_rows(path, lambda row, where: row))
+
+
+def test_whole_emoji_and_byte_order_marks_are_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "\\ud83d\\ude00"}\n')
+    assert list(usable_rows(path, lambda row, where: row)) == [{"text": "\N{GRINNING FACE}"}]
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -17,6 +17,7 @@ from dspark_hf.cli import app
 from dspark_hf.cli.app import main
 from dspark_hf.training import run as run_module
 from dspark_hf.training.run import RESULT, STARTED_WITH, RunConfig, run_training
+from dspark_hf.training.sources import DatasetRows
 from small_runs import assert_same_weights, make_examples, weights
 from small_tokenizer import make_tokenizer
 from tiny import make_prompt, make_target
@@ -416,13 +417,21 @@ def test_an_interrupted_command_says_how_to_go_on(world, tmp_path, monkeypatch, 
     assert "Interrupted." in result.output
 
 
-def test_prompts_can_come_from_the_target(world, tmp_path):
+def test_prompts_can_come_from_the_target_and_from_a_dataset(world, tmp_path, monkeypatch):
+    table = DatasetRows("lab/chat:train", "c0ffee", [{"prompt": "why"}, {"prompt": "how"}])
+    monkeypatch.setattr("dspark_hf.cli.training.open_source", lambda name: table)
     arguments = [
         *("data", "--target", str(world / "target"), "--output", str(tmp_path / "data")),
         *("--invent", "3", "--starters", str(world / "starters.txt"), "--temperature", "0"),
         *("--max-new-tokens", "4", "--batch-size", "8", "--dtype", "float32"),
+        *("--prompts", "lab/chat:train"),
     ]
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     facts = json.loads((tmp_path / "data" / "provenance.json").read_text(encoding="utf-8"))
-    assert facts["sources"] == {"invented by the target": "3 from 2 starters"}
+    assert facts["sources"] == {
+        "lab/chat:train": "prompts, revision c0ffee",
+        "invented by the target": "3 from 2 starters",
+    }
+    files = [tmp_path / "data" / name for name in ("train.jsonl", "validation.jsonl")]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) == 5

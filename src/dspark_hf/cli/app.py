@@ -342,8 +342,10 @@ def data(
     target: Target,
     output: Annotated[Path, typer.Option(help="Folder of rows and provenance; resumed.")],
     prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSONL of conversations, prompts or turns; repeatable."),
+        list[str] | None,
+        typer.Option(
+            help="JSONL of conversations, prompts or turns, or a dataset, id:split; repeatable."
+        ),
     ] = None,
     invent: Annotated[
         int, typer.Option(min=0, help="Prompts that the target invents, beside or without files.")

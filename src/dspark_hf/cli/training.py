@@ -10,17 +10,18 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
-from ..training.answers import check_prompt
+from ..training.answers import check_prompt, questions_of
 from ..training.collecting import CollectionPlan, collect, read_prompts
 from ..training.inventing import invented_prompts
 from ..training.run import RunConfig, run_training
+from ..training.sources import DatasetRows, open_source
 from .models import load_target, target_source
 
 
 def run_data(
     console: Console,
     plan: CollectionPlan,
-    prompts: list[Path],
+    prompts: list[str],
     invent: int,
     starters: Path | None,
     output: Path,
@@ -32,7 +33,7 @@ def run_data(
     """Fill a data folder."""
     if not prompts and not invent:
         raise ValueError(
-            "No prompts: give --prompts FILE, or --invent N for prompts of the target."
+            "No prompts: give --prompts FILE or dataset, or --invent N for prompts of the target."
         )
     if output.is_file():
         raise ValueError(f"{output} is a file; give a folder for the rows.")
@@ -48,30 +49,42 @@ def run_data(
     template = {} if plan.thinking is None else {"enable_thinking": plan.thinking}
 
     def check(messages: list[dict[str, str]]) -> None:
-        system = [message for message in messages if message["role"] == "system"]
-        first = next(message for message in messages if message["role"] == "user")
+        asked, *later = questions_of(messages)
+        # What the target will say in between is not known yet.
+        answer = {"role": "assistant", "content": "."}
+        whole = [*asked, *(turn for question in later for turn in (answer, *question))]
         try:
             prompt = tokenizer.apply_chat_template(
-                [*system, first], add_generation_prompt=True, return_dict=False, **template
+                asked, add_generation_prompt=True, return_dict=False, **template
+            )
+            tokenizer.apply_chat_template(
+                whole, add_generation_prompt=True, tokenize=False, **template
             )
         except TemplateError as error:
             raise ValueError(f"the target's chat template refuses it ({error}).") from error
         check_prompt(prompt, config, plan.max_new_tokens)
 
     total = invent
-    for path in prompts:
+    opened = [open_source(name) for name in prompts]
+    for name, prompt_source in zip(prompts, opened, strict=True):
         # Every row is looked at before the target is loaded.
-        found = sum(1 for _ in read_prompts([path], skip_malformed, Console(quiet=True), check))
+        quiet = Console(quiet=True)
+        found = sum(1 for _ in read_prompts([prompt_source], skip_malformed, quiet, check))
         if not found:
-            raise ValueError(f"{path} holds no prompt.")
+            raise ValueError(f"{name} holds no prompt.")
         total += found
     target, _ = load_target(plan.target, dtype, threads)
     target.eval()
-    sources = {str(path): "prompts" for path in prompts}
+    sources = {
+        name: f"prompts, revision {prompt_source.revision}"
+        if isinstance(prompt_source, DatasetRows) and prompt_source.revision
+        else "prompts"
+        for name, prompt_source in zip(prompts, opened, strict=True)
+    }
     if invent:
         sources["invented by the target"] = f"{invent} from {len(beginnings)} starters"
     conversations = chain(
-        read_prompts(prompts, skip_malformed, console, check),
+        read_prompts(opened, skip_malformed, console, check),
         invented_prompts(target, tokenizer, invent, beginnings, batch_size, plan.seed, output),
     )
     try:

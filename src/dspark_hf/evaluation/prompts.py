@@ -1,12 +1,13 @@
 """Prompt sets, from files and folders, and how a prompt becomes model inputs."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .._jsonl import MalformedRow, parse_row, read_lines
 
 _EXPECTED = 'expected {"turns": ["…"]} or {"prompt": "…"} with some text'
 
@@ -37,25 +38,20 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
 
     Raises:
         `ValueError`: a line is neither, or has no text; file and line are named.
+        `FileNotFoundError`: there is no such file.
     """
     prompts: list[str] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if len(prompts) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-                prompt = row["turns"][0] if "turns" in row else row["prompt"]
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {_EXPECTED}, found "
-                    f"{line.decode('utf-8', 'replace').strip()[:80]!r}."
-                ) from error
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ValueError(f"{path}, line {number}: {_EXPECTED}, found {prompt!r}.")
-            prompts.append(prompt)
+    for where, line in read_lines(path):
+        if len(prompts) == limit:
+            break
+        row = parse_row(line, where)
+        try:
+            prompt = row["turns"][0] if "turns" in row else row["prompt"]
+        except (KeyError, TypeError, IndexError) as error:
+            raise MalformedRow(f"{where}: {_EXPECTED}, found {str(row)[:80]}.") from error
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise MalformedRow(f"{where}: {_EXPECTED}, found {prompt!r}.")
+        prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{path} has no prompts: {_EXPECTED} on every line.")
     return prompts

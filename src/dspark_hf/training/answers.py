@@ -17,6 +17,11 @@ from .growing_cache import growing_cache
 
 # Tokens between two looks at which rows have finished.
 _STRIDE = 32
+# What a target's generation config counts from the beginning or to the end of an answer.
+_WHOLE_ANSWERS = (
+    *("min_new_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
+    "exponential_decay_length_penalty",
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ def answer_batch(
     """
     The target's answers to a batch of tokenised prompts, in their order.
 
-    Rows leave the batch when they have finished, so a few long answers do not cost like many.
+    Rows leave the batch when they have finished, so a few long answers do not cost like many;
+    unless the target's generation config has fields that only a whole answer obeys.
 
     Raises:
         `ValueError`: see [`check_prompt`].
@@ -121,13 +127,16 @@ def answer_batch(
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows, answers = list(range(len(prompts))), {}
     cache = growing_cache(target.config)
+    own = target.generation_config.to_dict()
+    is_whole = any(own.get(name) is not None for name in _WHOLE_ANSWERS)
+    is_whole = is_whole or own.get("num_beams") not in (None, 1)
     while rows:
         room = width + options.max_new_tokens - input_ids.shape[1]
         output = target.generate(
             input_ids,
             attention_mask=mask,
             cache=cache,
-            max_new_tokens=min(_STRIDE, room),
+            max_new_tokens=room if is_whole else min(_STRIDE, room),
             pad_token_id=pad,
             return_dict_in_generate=True,
             **options.generate_options(),
@@ -161,7 +170,7 @@ def converse(
     **template_options: Any,
 ) -> list[dict[str, Any]]:
     """
-    Answer every user turn of a batch of conversations anew.
+    Answer every user turn of a batch of conversations anew; turns of the assistant are not read.
 
     Returns:
         Prepared rows (see `data.py`): `messages`, `input_ids`, `assistant_spans` and
@@ -172,13 +181,13 @@ def converse(
     Raises:
         `ValueError`: see [`check_prompt`].
     """
-    histories = [[m for m in turns if m["role"] == "system"] for turns in conversations]
-    waiting = [[m for m in turns if m["role"] == "user"] for turns in conversations]
+    histories: list[list[dict[str, str]]] = [[] for _ in conversations]
+    waiting = [questions_of(turns) for turns in conversations]
     rows: list[dict[str, Any]] = [{} for _ in conversations]
     while active := [i for i in range(len(rows)) if waiting[i]]:
         prompts = {}
         for i in active:
-            histories[i].append(waiting[i].pop(0))
+            histories[i] += waiting[i].pop(0)
             prompt = tokenizer.apply_chat_template(
                 histories[i], add_generation_prompt=True, return_dict=False, **template_options
             )
@@ -207,6 +216,19 @@ def converse(
             if answer.finish_reason == "length" or not text.strip():
                 waiting[i].clear()
     return rows
+
+
+def questions_of(turns: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
+    """What is put to the target one after the other: user turns, each with what leads to it."""
+    questions: list[list[dict[str, str]]] = []
+    leading: list[dict[str, str]] = []
+    for turn in turns:
+        if turn["role"] != "assistant":
+            leading.append(turn)
+        if turn["role"] == "user":
+            questions.append(leading)
+            leading = []
+    return questions
 
 
 def _kept_spans(row: dict[str, Any], prompt: list[int]) -> list[list[int]]:

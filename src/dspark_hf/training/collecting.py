@@ -20,19 +20,25 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._files import write_json
-from .answers import SamplingOptions, converse
-from .data import (
-    MalformedRow,
-    append_line,
-    drop_torn_line,
-    messages_of,
-    parse_row,
-    read_lines,
-    usable_rows,
-)
+from .._jsonl import MalformedRow, append_line, drop_torn_line, parse_row, read_lines
+from .answers import SamplingOptions, converse, stop_token_ids
+from .data import messages_of, usable_rows
+from .sources import DatasetRows
 
 FILES = ("train.jsonl", "validation.jsonl")
 PROVENANCE = "provenance.json"
+
+# Of a target's generation config: what the plan overrules, what `stop_token_ids` says, and what
+# changes no token.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "max_length"),
+        *("eos_token_id", "pad_token_id", "bos_token_id", "transformers_version"),
+        *("use_cache", "cache_implementation", "cache_config", "_from_model_config"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+        *("return_dict_in_generate", "compile_config", "disable_compile"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,13 @@ class CollectionPlan:
 
 
 def read_prompts(
-    paths: Sequence[Path],
+    sources: Sequence[Path | DatasetRows],
     skip_malformed: bool,
     console: Console,
     check: Callable[[list[dict[str, str]]], None] | None = None,
 ) -> Iterator[list[dict[str, str]]]:
     """
-    The conversations of JSONL files.
+    The conversations of JSONL files and tables (see [`open_source`]).
 
     Args:
         check (`Callable`, *optional*): raises `ValueError` for a conversation that cannot be used.
@@ -94,6 +100,10 @@ def read_prompts(
         messages = messages_of(row, where)
         if not any(message["role"] == "user" for message in messages):
             raise MalformedRow(f"{where}: no user turn, so there is nothing to answer.")
+        if any(message["role"] == "tool" for message in messages):
+            raise MalformedRow(
+                f"{where}: a turn of a tool answers a call that the target may not make anew."
+            )
         try:
             if check is not None:
                 check(messages)
@@ -101,8 +111,8 @@ def read_prompts(
             raise MalformedRow(f"{where}: {error}") from error
         return messages
 
-    for path in paths:
-        yield from usable_rows(path, conversation, skip if skip_malformed else None)
+    for source in sources:
+        yield from usable_rows(source, conversation, skip if skip_malformed else None)
 
 
 def collect(
@@ -121,9 +131,9 @@ def collect(
     Rows that an earlier run has written are not written again.
 
     Args:
-        conversations: messages in the host's form; only user and system turns are read.
+        conversations: messages in the host's form; turns of the assistant are not read.
         folder (`Path`): made if missing.
-        plan ([`CollectionPlan`]): must equal that of the folder.
+        plan ([`CollectionPlan`]): must equal that of the folder, as all that shapes the answers.
         batch_size (`int`): conversations answered together.
         sources (`dict`): what the prompts are, for the provenance.
         total (`int`, *optional*): conversations, for the progress bar.
@@ -132,10 +142,11 @@ def collect(
         Rows and answer tokens per file.
 
     Raises:
-        `ValueError`: the folder was made by another plan.
+        `ValueError`: the folder was made by another plan, or does not say by which.
         `OSError`: the disk is full; complete rows stay.
     """
-    _check_plan(folder, plan, tokenizer, sources)
+    facts = _facts(plan, target, tokenizer, batch_size, sources)
+    _check_plan(folder, facts)
     for name in FILES:
         (folder / name).touch()
     done = {row["key"] for name in FILES for row in _existing(folder / name)}
@@ -179,13 +190,30 @@ def _existing(path: Path) -> Iterator[dict[str, Any]]:
         yield parse_row(line, where)
 
 
-def _check_plan(
-    folder: Path, plan: CollectionPlan, tokenizer: PreTrainedTokenizerBase, sources: dict[str, str]
-) -> None:
-    facts = json.loads(json.dumps({**asdict(plan), "sources": sources}))
+def _facts(
+    plan: CollectionPlan,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    sources: dict[str, str],
+) -> dict[str, Any]:
+    """All that the answers depend on. What is drawn for a row depends on the rows beside it."""
+    own = json.loads(target.generation_config.to_json_string())
     template = tokenizer.get_chat_template().encode()
-    facts["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
-    facts["versions"] = {"transformers": transformers.__version__, "torch": torch.__version__}
+    facts = {
+        **asdict(plan),
+        "sources": sources,
+        "batch_size": batch_size,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "stop_token_ids": sorted(stop_token_ids(target, tokenizer)),
+        "generation_config": {k: v for k, v in own.items() if k not in _WITHOUT_EFFECT},
+        "chat_template_sha256": hashlib.sha256(template).hexdigest(),
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+    }
+    return json.loads(json.dumps(facts))
+
+
+def _check_plan(folder: Path, facts: dict[str, Any]) -> None:
     if folder.is_file():
         raise ValueError(f"{folder} is a file; give a folder for the rows.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,6 +229,12 @@ def _check_plan(
             f"{path} cannot be read ({error}), so nobody knows how the rows beside it were made. "
             "Use another folder."
         ) from error
+    if unsaid := {name: value for name, value in facts.items() if name not in found}:
+        raise ValueError(
+            f"{path} lacks {', '.join(unsaid)}: an earlier version made it. Its rows can be "
+            "trained on as they are. To add to them, write into it what they were made with (now "
+            f"it would be {json.dumps(unsaid)[1:-1]}), or use another folder."
+        )
     if changes := changed_settings(found, facts, but="versions"):
         raise ValueError(
             f"{folder} was made with other settings: {changes}. Use those settings to go on, or "

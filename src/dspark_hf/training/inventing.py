@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .._jsonl import append_line, drop_torn_line, parse_row, read_lines
 from .answers import invent_prompts
-from .data import append_line, drop_torn_line, parse_row, read_lines
 
 INVENTED = "invented.jsonl"
 

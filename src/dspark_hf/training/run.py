@@ -31,6 +31,7 @@ from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .host_arguments import check_host_arguments
 from .run_config import DFLASH_FIELDS, RunConfig
+from .sources import open_source
 from .target_states import TargetReader
 from .trainer import DSparkTrainer, last_complete_checkpoint
 
@@ -57,22 +58,25 @@ def load_examples(
     def skip(error: MalformedRow) -> None:
         console.print(f"skipped {error}", style="yellow", markup=False)
 
-    source = Path(config.data)
-    paths = [source / name for name in FILES] if source.is_dir() else [source]
+    folder = Path(config.data)
+    collected = [folder / name for name in FILES]
+    is_collected = (folder / PROVENANCE).exists() or all(map(Path.is_file, collected))
+    sources = collected if is_collected else [open_source(config.data)]
     parts = []
-    for path in paths:
-        rows = list(usable_rows(path, make, skip if config.on_error == "skip" else None))
+    for source in sources:
+        rows = list(usable_rows(source, make, skip if config.on_error == "skip" else None))
         examples = [example for example in rows if sum(example.loss_mask) > block_size]
         if short := len(rows) - len(examples):
             console.print(
-                f"{path}: left out {short} rows with no more than {block_size} answer tokens."
+                f"{source}: left out {short} rows with no more than {block_size} answer tokens."
             )
         parts.append(examples)
     if len(parts) == 1:
         parts = [parts[0][len(parts[0]) // 20 :], parts[0][: len(parts[0]) // 20]]
     if not parts[0]:
-        raise ValueError(f"{source} holds no row that can be trained on.")
-    return DraftDataset(parts[0]), DraftDataset(parts[1])
+        raise ValueError(f"{config.data} holds no row that can be trained on.")
+    revision = getattr(sources[0], "revision", None)
+    return DraftDataset(parts[0], revision), DraftDataset(parts[1], revision)
 
 
 def make_drafter(
@@ -196,6 +200,8 @@ def _card_facts(
         * arguments.world_size,
         "learning rate": arguments.learning_rate,
     }
+    if train.revision is not None:
+        facts["data"] = f"{config.data}, revision {train.revision}"
     provenance = Path(config.data) / PROVENANCE
     if provenance.is_file():
         made = json.loads(provenance.read_text(encoding="utf-8"))

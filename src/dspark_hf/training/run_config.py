@@ -32,7 +32,8 @@ class RunConfig:
 
     Attributes:
         target (`str`): path or Hub id.
-        data (`str`): folder of `dspark-hf data`, or one JSONL file (5 % is set aside).
+        data (`str`): folder of `dspark-hf data`, or one JSONL file or dataset (5 % is set aside;
+            see [`open_source`]).
         output (`str`): folder of checkpoints and of the finished drafter.
         drafter (`dict`):
             Arguments of [`build_drafter`] (`mask_token_id` is needed) or [`build_eagle3`].
