@@ -27,6 +27,8 @@ from transformers import (
     MixtralForCausalLM,
     MllamaConfig,
     MllamaForConditionalGeneration,
+    MoshiConfig,
+    MoshiForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen2_5_VLConfig,
@@ -143,6 +145,20 @@ def test_drafts_stay_within_a_table_of_positions(name):
     if name != "gptj":  # Its table was not learned, and such may grow.
         with pytest.raises(ValueError, match=r"prompt has 24 tokens.*has 24 positions"):
             target.generate(make_prompts([24])[0], assistant_model=drafter, max_new_tokens=2)
+
+
+def test_a_window_that_blocks_look_past_is_refused():
+    """Moshi's mask is causal and no more; within its window the text is exact."""
+    sizes = {name: value for name, value in SHARED.items() if name != "intermediate_size"}
+    torch.manual_seed(0)
+    config = MoshiConfig(**sizes, ffn_dim=64, sliding_window=12, num_codebooks=2)
+    target, prompt = MoshiForCausalLM(config).eval(), make_prompts([6])[0]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = target.generate(prompt, **options)
+    drafter = script_rows(make_drafter(), [expected[0]], [3])
+    assert torch.equal(target.generate(prompt, assistant_model=drafter, **options), expected)
+    with pytest.raises(ValueError, match=r"past its window of 12 .* may get 13 long"):
+        target.generate(prompt, assistant_model=drafter, max_new_tokens=7)
 
 
 def test_a_target_that_reads_in_both_directions_is_refused_before_it_drafts():

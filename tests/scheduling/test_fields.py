@@ -323,17 +323,18 @@ def test_concurrent_load_counts_the_others():
 
 
 def test_a_call_is_seen_by_the_others_while_it_runs():
-    """The tokens of its present step: one for the prefill's round, then what it verifies."""
-    seen = []
+    """The tokens of its present step: its prompts, then what it verifies."""
+    seen, read, target = [], [], make_target("qwen3")
+    target.register_forward_pre_hook(lambda *_: read.append(process_load.of_others(None)))
     with collect_statistics(on_round=lambda record: seen.append(process_load.of_others(None))):
-        make_target("qwen3").generate(
+        target.generate(
             PROMPT.repeat(2, 1),
             max_new_tokens=12,
             do_sample=False,
             assistant_model=with_confidence(9.0),
             dspark_load="concurrent",
         )
-    assert seen[0] == 2 * 5
+    assert (read[0], seen[0]) == (2 * PROMPT.shape[1], 2 * 5)
     assert process_load.of_others(None) == 0
 
 

@@ -75,7 +75,7 @@ def check_columns(
         cache (`Cache`): what its prefill returned.
         input_ids, config, model_kwargs: as of `check_cache_fits`.
     """
-    length, apart = _prompt_length(input_ids, config, model_kwargs), cross_attention_layers(target)
+    length, apart = prompt_columns(input_ids, config, model_kwargs), cross_attention_layers(target)
     for i, layer in enumerate(cache.layers):
         if i in apart or not isinstance(layer, CacheLayerMixin) or not layer.is_initialized:
             continue
@@ -105,7 +105,7 @@ def check_cache_fits(
         model_kwargs (`dict`): for the target's forwards, the cache among them.
     """
     num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
-    length = _prompt_length(input_ids, config, model_kwargs)
+    length = prompt_columns(input_ids, config, model_kwargs)
     # The last token is not cached.
     needed, apart = length + new_tokens - 1, cross_attention_layers(target)
     for i, layer in enumerate(model_kwargs["cache"].layers):
@@ -125,7 +125,7 @@ def check_cache_fits(
             )
 
 
-def _prompt_length(
+def prompt_columns(
     input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> int:
     """Columns of the prompt; `input_ids` may lack those that a cache or embeddings hold."""
@@ -162,11 +162,21 @@ def check_context_fits(
     model_kwargs: dict[str, Any],
 ) -> None:
     """
-    Raise `ValueError` for a prompt that leaves no room in the target's learned table of positions.
-    Arguments as of `check_cache_fits`.
+    Raise `ValueError` for a prompt that leaves no room in the target's learned table of positions,
+    and for a text longer than a window that blocks would look past. Arguments as of
+    `check_cache_fits`.
     """
     table, mask = position_table(target, learned_only=True), model_kwargs.get("attention_mask")
-    length = _prompt_length(input_ids, config, model_kwargs)
+    length = prompt_columns(input_ids, config, model_kwargs)
+    text, end = target.config.get_text_config(decoder=True), length + config.max_length
+    # The host's mask for it is causal and no more; only its cache forgets what left the window,
+    # and that behind a forward, not between the tokens of one.
+    if text.model_type == "moshi" and end - input_ids.shape[1] > text.sliding_window:
+        raise ValueError(
+            f"{type(target).__name__} looks past its window of {text.sliding_window} when it reads "
+            f"several tokens at a time, and the text may get {end - input_ids.shape[1]} long. Ask "
+            "for fewer new tokens, or generate without assistant_model."
+        )
     if mask is not None and mask.dim() == 2:
         length = int(mask.sum(dim=-1).max())
     needed = length + (config.max_length - input_ids.shape[1] > 1)

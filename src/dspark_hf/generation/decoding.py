@@ -29,6 +29,7 @@ from .cache_checks import (
     check_cache_fits,
     check_columns,
     check_context_fits,
+    prompt_columns,
     rows_are_coupled,
 )
 from .candidate_generator import DSparkCandidateGenerator, Proposal
@@ -47,7 +48,7 @@ from .outputs import DSparkDecoderOnlyOutput, OutputRecorder
 from .path_processors import PathProcessors
 from .ranks import Ranks
 from .rotary_limits import RotaryLimits
-from .rows import Rows
+from .rows import Rows, pad_token_id
 from .settings import resolve_settings
 from .statistics import CallRecorder, RoundRecord
 from .stopping import TokenwiseStopping
@@ -152,7 +153,7 @@ class _DecodingLoop:
         self.kwargs = model_kwargs
         self.cache = model_kwargs["cache"]
         num_rows = input_ids.shape[0]
-        self.rows = Rows(input_ids, _pad_token(generation_config))
+        self.rows = Rows(input_ids, pad_token_id(generation_config))
         self.stopping = TokenwiseStopping(stopping_criteria)
         self.rotary_limits = RotaryLimits(model.config.get_text_config(decoder=True))
         self.outputs = OutputRecorder(generation_config, num_rows)
@@ -228,6 +229,8 @@ class _DecodingLoop:
             # for.
             self.kwargs["logits_to_keep"] = 0
         input_ids = self.rows.text(self.rows.prompt_length)
+        columns = prompt_columns(input_ids, self.config, self.kwargs) - self.settled
+        self.generator.scheduler.read_prompts(input_ids.shape[0] * columns)
         outputs = self.model._prefill(input_ids, config, self.kwargs)
         taps.read(outputs)
         check_cache(outputs.get("cache"), after_prefill=True)
@@ -443,8 +446,3 @@ class _DecodingLoop:
             statistics=statistics,
             **self.outputs.as_dict(),
         )
-
-
-def _pad_token(config: GenerationConfig) -> int:
-    pad = config._pad_token_tensor
-    return 0 if pad is None else int(pad)

@@ -1,6 +1,7 @@
 """The texts of a batch as plain decoding would hold them: prompt, new tokens, padding behind."""
 
 import torch
+from transformers import GenerationConfig
 
 _SPARE_COLUMNS = 64
 
@@ -96,3 +97,9 @@ class Rows:
                 (self._ids.shape[0], missing + _SPARE_COLUMNS), self.pad_token_id
             )
             self._ids = torch.cat((self._ids, more), dim=1)
+
+
+def pad_token_id(config: GenerationConfig) -> int:
+    """What stands behind the end of a text; without a stop token nothing does."""
+    pad = config._pad_token_tensor
+    return 0 if pad is None else int(pad)

@@ -78,6 +78,11 @@ class RoundScheduler:
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
+    def read_prompts(self, num_tokens: int) -> None:
+        """Tell how many tokens of prompts, padding included, the call is about to read."""
+        if self._key:
+            process_load.submit(self._key, num_tokens)
+
     @property
     def load(self) -> int:
         """Tokens of other work in the coming step."""
