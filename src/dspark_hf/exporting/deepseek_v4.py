@@ -136,6 +136,9 @@ def _check_pair(drafter: "DSparkDrafter", raw: dict[str, Any], folder: Path) -> 
     told = shared_facts(ConfigReader(raw, str(folder), {}))
     backbone, read = config.backbone_config, AutoConfig.for_model(**told)
     facts = {name: (getattr(read, name), getattr(backbone, name)) for name in told}
+    # The other rotary embedding is that of compressed layers, and a drafter has none.
+    read_rotary, own_rotary = facts.pop("rope_parameters")
+    facts["rope_parameters"] = (read_rotary["main"], own_rotary["main"])
     depth = (raw.get("num_hidden_layers"), config.num_target_layers)
     for name, (found, expected) in {**facts, "num_hidden_layers": depth}.items():
         if found != expected:
