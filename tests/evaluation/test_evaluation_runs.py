@@ -106,6 +106,7 @@ def test_sampling_is_shaped_by_the_temperature_alone(pair, tmp_path):
     settings = EvaluationSettings((0.0, 1.0), 8)
     run(pair, tmp_path / "a", drafters, settings, ONE)
     own = {"do_sample": True, "top_k": 1, "min_p": 0.9, "repetition_penalty": 9.0}
+    own |= {"top_h": 0.05, "suppress_tokens": [5, 6, 7, 8, 9], "min_new_tokens": 4}
     target.generation_config.update(**own)
     try:
         run(pair, tmp_path / "b", drafters, settings, ONE)

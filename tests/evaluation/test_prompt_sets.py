@@ -33,6 +33,7 @@ def test_a_folder_is_one_set_a_file(tmp_path):
         ("{}", "{}"),
         ("not json", "not JSON"),
         ('{"turns": []}', "turns"),
+        ('{"turns": "no list"}', "no list"),
         ('{"turns": [""]}', "found ''"),
         ('{"turns": [null]}', "found None"),
         ('{"prompt": "  "}', "found '  '"),

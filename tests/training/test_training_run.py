@@ -104,6 +104,7 @@ def test_the_commands_make_a_drafter_that_drafts(world, tmp_path):
     assert facts["evaluation"]["eval_expected_tau"] >= 1
     assert facts["training"]["target"] == "target"
     assert facts["training"]["temperatures of the answers"] == "1.0"
+    assert facts["training"]["answers"] == "the target's own"
     card = ["export", str(tmp_path / "out"), str(tmp_path / "served")]
     result = RUNNER.invoke(app, [*card, "--result", str(tmp_path / "out" / RESULT)])
     assert result.exit_code == 0, (result.output, result.exception)
@@ -120,6 +121,24 @@ def test_the_commands_make_a_drafter_that_drafts(world, tmp_path):
     assert result.exit_code == 0, (result.output, result.exception)
     assert "is finished: 2 steps" in " ".join(result.output.split())
     assert before == {file: file.read_bytes() for file in (tmp_path / "out").glob("*.*")}
+
+
+def test_the_card_says_whose_answers_and_which_steps(world, tmp_path):
+    """Another model's answers, and weights that are the best ones and not the last."""
+    data = shutil.copytree(world / "data", tmp_path / "data")
+    made = json.loads((data / "provenance.json").read_text(encoding="utf-8"))
+    text = json.dumps({**made, "target": "Qwen/Qwen3-0.6B"})
+    (data / "provenance.json").write_text(text, encoding="utf-8")
+    # Upside down, so that the last step is not the best.
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    best |= {"metric_for_best_model": "cross_entropy", "greater_is_better": True}
+    result, said = train(world, tmp_path / "out", data=str(data), trainer={**TRAINER, **best})
+    facts = result["training"]
+    assert "are those of Qwen/Qwen3-0.6B; a drafter does best" in said
+    assert facts["answers"] == "those of Qwen/Qwen3-0.6B"
+    assert (facts["steps"], facts["steps of the weights kept (the best)"]) == (2, 1)
+    kept = DSparkDrafter.from_pretrained(tmp_path / "out" / "checkpoint-1")
+    assert_same_weights(kept, DSparkDrafter.from_pretrained(tmp_path / "out"))
 
 
 def test_more_steps_go_on_from_a_finished_run(world, tmp_path):
@@ -278,6 +297,7 @@ def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):
         ({"trainer": {"bf16": "false"}}, "trainer.bf16 must be true or false, found 'false'"),
         ({"trainer": {"bf16_full_eval": True}}, "bf16_full_eval of TrainingArguments is True"),
         ({"trainer": {"gradient_checkpointing": True}}, "drops the cache that holds the context"),
+        ({"trainer": {"save_only_model": True}}, "could not go on from such a checkpoint"),
         ({"trainer": {"label_smoothing_factor": "3e-1"}}, "label_smoothing_factor of Training"),
         ({"trainer": {"average_tokens_across_devices": False}}, "what all processes learn from"),
         ({"trainer": {"label_names": ["labels"]}}, r"label_names of TrainingArguments is \['lab"),

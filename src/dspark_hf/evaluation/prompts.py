@@ -45,10 +45,10 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         if len(prompts) == limit:
             break
         row = parse_row(line, where)
-        try:
-            prompt = row["turns"][0] if "turns" in row else row["prompt"]
-        except (KeyError, TypeError, IndexError) as error:
-            raise MalformedRow(f"{where}: {_EXPECTED}, found {str(row)[:80]}.") from error
+        turns = row["turns"] if "turns" in row else [row["prompt"]] if "prompt" in row else None
+        if not isinstance(turns, list) or not turns:
+            raise MalformedRow(f"{where}: {_EXPECTED}, found {str(row)[:80]}.")
+        prompt = turns[0]
         if not isinstance(prompt, str) or not prompt.strip():
             raise MalformedRow(f"{where}: {_EXPECTED}, found {prompt!r}.")
         prompts.append(prompt)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from .. import __version__
 from ..generation.checks import check_pairing
@@ -29,16 +30,18 @@ PAPER_SEED = 980406
 PAPER_NEW_TOKENS = 2048
 _WARM_UP_TOKENS = 8
 
-# Neutral values of everything that shapes a distribution besides the temperature.
-_NO_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-_TEMPERATURE_ONLY: dict[str, Any] = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
+# What the host fills in by itself.
+_UNCUT: dict[str, Any] = {"top_k": 0, "top_p": 1.0}
+# Of the target's generation config: what ends a text, and how the target runs.
+_KEPT_OF_THE_TARGET = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "cache_implementation",
+    "cache_config",
+    "disable_compile",
+    "prefill_chunk_size",
+)
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,10 @@ class EvaluationSettings:
 
     def generate_options(self, temperature: float) -> dict[str, Any]:
         """Keywords of `generate`, the same for plain decoding and for drafters."""
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, **_NO_PENALTIES}
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         if temperature == 0:
             return {**options, "do_sample": False}
-        return {**options, "do_sample": True, "temperature": temperature, **_TEMPERATURE_ONLY}
+        return {**options, "do_sample": True, "temperature": temperature, **_UNCUT}
 
     def drafter_options(self, drafter: Any) -> dict[str, Any]:
         """What comes on top with a drafter; its own verification policy is overruled."""
@@ -141,16 +144,17 @@ def evaluate(
     digests = {s.name: [text_digest(prompt) for prompt in s.prompts] for s in prompt_sets}
     _check_texts(folder, plan, digests)
     missing = [key for key in plan if key not in folder.records]
-    for mode in modes if missing else ():  # Every path is warm before anything is timed.
-        _warm_up(target, tokenizer, runners.get(mode), settings)
-    for done, key in enumerate(missing, start=len(plan) - len(missing)):
-        mode, temperature, name, index = key
-        if on_step is not None:
-            on_step(done, len(plan), name)
-        answer = _answer(
-            target, inputs[name][index], runners.get(mode), settings, temperature, index
-        )
-        folder.append(Record(*key, prompt_digest=digests[name][index], **answer))
+    with _temperature_alone(target):
+        for mode in modes if missing else ():  # Every path is warm before anything is timed.
+            _warm_up(target, tokenizer, runners.get(mode), settings)
+        for done, key in enumerate(missing, start=len(plan) - len(missing)):
+            mode, temperature, name, index = key
+            if on_step is not None:
+                on_step(done, len(plan), name)
+            answer = _answer(
+                target, inputs[name][index], runners.get(mode), settings, temperature, index
+            )
+            folder.append(Record(*key, prompt_digest=digests[name][index], **answer))
     if on_step is not None:
         on_step(len(plan), len(plan), "")
     records = [folder.records[key] for key in plan]
@@ -223,6 +227,21 @@ def _warm_up(target: Any, tokenizer: Any, drafter: Any, settings: EvaluationSett
     if drafter is not None:
         options |= settings.drafter_options(drafter)
     timed_generate(target, inputs, options)
+
+
+@contextmanager
+def _temperature_alone(target: Any) -> Iterator[None]:
+    """
+    Without what else the target's own generation config does to a distribution. The host fills
+    what a call leaves out from there, so it stands aside; how the target runs is kept.
+    """
+    own = target.generation_config
+    kept = {name: getattr(own, name, None) for name in _KEPT_OF_THE_TARGET}
+    target.generation_config = GenerationConfig(**kept)
+    try:
+        yield
+    finally:
+        target.generation_config = own
 
 
 @contextmanager

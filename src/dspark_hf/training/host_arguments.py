@@ -23,6 +23,7 @@ _REFUSED = {
     "eval_use_gather_object": _OWN_EVALUATION,
     "deepspeed": "nothing of it was ever run with drafters; use several processes or `fsdp`",
     "parallelism_config": "batches are split over processes, and nothing else is",
+    "save_only_model": "a run could not go on from such a checkpoint as if nothing had happened",
     "push_to_hub": "it uploads what lies in the run's folder; `dspark-hf export --push` uploads "
     "the finished drafter, with its card",
     "resume_from_checkpoint": "the host leaves it to scripts; `dspark-hf train` finds the last "

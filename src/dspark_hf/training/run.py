@@ -36,6 +36,7 @@ from .target_states import TargetReader
 from .trainer import DSparkTrainer, last_complete_checkpoint
 
 RESULT = "training_result.json"
+_OWN = "the target's own"
 # What the run in a folder is, written before its first step.
 STARTED_WITH = "training_config.json"
 
@@ -140,6 +141,11 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     target.to(arguments.device)
     _check_against_target(arguments, target, train, validation)
     facts = _card_facts(config, arguments, train)
+    if (whose := facts.get("answers", _OWN)) != _OWN:
+        console.print(
+            f"The answers in {config.data} are {whose}; a drafter does best on its target's own.",
+            style="yellow",
+        )
     torch.manual_seed(arguments.seed)
     drafter, start = make_drafter(config, target, train, console)
     drafter.to(arguments.device)
@@ -168,7 +174,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
-        "training": {**facts, "steps": trainer.state.global_step},
+        "training": facts | _steps_of(trainer),
         "warm_start": dataclasses.asdict(start) if start else None,
         "processes": arguments.world_size,
         "examples": len(train),
@@ -182,6 +188,14 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
         drafter.to(getattr(torch, config.dtype)).save_pretrained(config.output)
         write_json(Path(config.output) / RESULT, result)
     return result
+
+
+def _steps_of(trainer: DSparkTrainer) -> dict[str, int]:
+    """Steps trained, and those of the weights that were kept where these are not the last."""
+    steps, kept = trainer.state.global_step, trainer.state.best_global_step
+    if trainer.args.load_best_model_at_end and kept not in (None, steps):
+        return {"steps": steps, "steps of the weights kept (the best)": kept}
+    return {"steps": steps}
 
 
 def _card_facts(
@@ -205,7 +219,8 @@ def _card_facts(
     provenance = Path(config.data) / PROVENANCE
     if provenance.is_file():
         made = json.loads(provenance.read_text(encoding="utf-8"))
-        facts["answers"] = "the target's own"
+        is_own = made.get("target") == config.target
+        facts["answers"] = _OWN if is_own else f"those of {_public_name(str(made.get('target')))}"
         facts["temperatures of the answers"] = ", ".join(map(str, made.get("temperatures", ())))
         thinking = made.get("thinking")
         facts["thinking"] = "as the template has it" if thinking is None else thinking
