@@ -15,6 +15,7 @@ from dspark_hf.training.objective import (
     ObjectiveSums,
     ObjectiveWeights,
     TargetStates,
+    survival,
 )
 from dspark_hf.training.target_states import TargetReader
 from dspark_hf.training.vocabulary_loss import Teacher
@@ -118,7 +119,11 @@ def test_confidence_learns_the_acceptance_of_the_reference(name):
     is_supervised = record["eval_mask"].bool()
     acceptance = record["accept_rate"].where(is_supervised, torch.zeros(()))
     _, sums = run_golden(load(name), name)
-    torch.testing.assert_close(sums.acceptance, acceptance.sum((0, 1)), atol=2e-5, rtol=0)
+    chain = acceptance.cumprod(-1)
+    torch.testing.assert_close(sums.survived, chain.sum((0, 1)), atol=2e-5, rtol=0)
+    before = torch.cat((torch.ones_like(chain[..., :1]), chain[..., :-1]), dim=-1)
+    reached = (before * is_supervised).sum((0, 1))
+    torch.testing.assert_close(sums.reached, reached, atol=2e-5, rtol=0)
     assert sums.count.tolist() == is_supervised.sum((0, 1)).tolist()
     error = (record["confidence_logits"].sigmoid() - acceptance).abs() * is_supervised
     torch.testing.assert_close(sums.confidence_error, error.sum((0, 1)), atol=2e-5, rtol=0)
@@ -288,6 +293,22 @@ def test_a_batch_without_supervised_tokens_has_no_loss():
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
     assert all(value == value for value in sums.metrics().values())
+
+
+def test_acceptance_of_a_slot_is_that_of_the_blocks_that_get_there():
+    """B154: a block that is lost at once says nothing of the slots behind; τ is their product."""
+    acceptance = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.5, 0.1], [0.6, 0.2, 0.0]])
+    is_supervised = torch.tensor([[True] * 3, [True] * 3, [True, True, False]])
+    survived, reached = survival(acceptance, is_supervised)
+    zero = torch.zeros(())
+    count = is_supervised.sum(0)
+    metrics = ObjectiveSums(
+        zero, zero, zero, zero, survived, reached, torch.zeros(3), count
+    ).metrics()
+    found = [metrics[f"acceptance_{k}"] for k in (1, 2, 3)]
+    assert found == pytest.approx([1.6 / 3, 0.98 / 1.6, 0.734 / 0.86])
+    tau = (3 + 1.6 + 0.98 + 0.734) / 3
+    assert metrics["expected_tau"] == pytest.approx(tau)
 
 
 def test_sums_survive_being_flattened():

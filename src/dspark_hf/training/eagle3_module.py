@@ -67,10 +67,10 @@ class Eagle3Objective(nn.Module):
             cross_entropy=(figures["cross_entropy"] * count).sum(),
             total_variation=(2 * (1 - figures["acceptance"]) * count).sum(),
             confidence=zero,
-            acceptance=figures["acceptance"] * count,
+            survived=figures["survived"],
+            reached=figures["reached"],
             confidence_error=torch.zeros_like(count),
             count=count,
-            tokens=figures["accepted_length"] * count[0],
         )
 
     def mean_loss(self, sums: ObjectiveSums) -> float:

@@ -22,6 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from ..modeling_eagle3 import Eagle3Context, Eagle3Drafter
+from .objective import survival
 from .vocabulary_loss import compute_dtype
 
 # A head: rows of final hidden states (M, D) to logits (M, V), soft-capping included.
@@ -63,10 +64,11 @@ def eagle3_objective(
     Returns:
         The sum, and detached float32 tensors: `weight`, `Σ_k decay^k` of the learned rows, a
         scalar by which sums of several batches can be divided; `cross_entropy`, `acceptance`
-        (`Σ_v min(p, q)`, the chance that a sampled token is accepted when all before it were),
+        (`Σ_v min(p, q)`, the chance that a sampled token is accepted behind the text's own),
         `agreement` (of the argmaxes), means over the `count` learned rows of each step, `(K,)`
-        each; and the scalar `accepted_length`, the expected τ of sampling, bonus token included
-        (drafts behind the end of an answer count as rejected).
+        each; `survived` and `reached` as in [`ObjectiveSums`]; and the scalar `accepted_length`,
+        the expected τ of sampling, bonus token included (drafts behind the end of an answer count
+        as rejected).
 
     Raises:
         `ValueError`: shapes do not fit, or the head has no plain weight.
@@ -98,8 +100,12 @@ def eagle3_objective(
     by_anchor = figures[1].new_zeros(*input_ids.shape, steps)
     learned = is_learned.nonzero(as_tuple=True)
     by_anchor[sequences[learned[0]], at[learned], learned[1]] = figures[1][learned]
-    accepted = by_anchor.cumprod(dim=-1).sum() / metrics["count"][0].clamp(min=1)
-    return total, {**metrics, "accepted_length": 1 + accepted}
+    is_by_anchor = torch.zeros_like(by_anchor, dtype=torch.bool)
+    is_by_anchor[sequences[learned[0]], at[learned], learned[1]] = True
+    survived, reached = survival(by_anchor, is_by_anchor)
+    accepted = survived.sum() / metrics["count"][0].clamp(min=1)
+    chain = {"survived": survived, "reached": reached, "accepted_length": 1 + accepted}
+    return total, {**metrics, **chain}
 
 
 def unroll(

@@ -74,21 +74,21 @@ class ObjectiveSums:
     Attributes:
         weight, cross_entropy, total_variation, confidence (`torch.Tensor`, scalars):
             `Σ w` and the weighted terms.
-        acceptance, confidence_error, count (`torch.Tensor` of shape `(G,)`):
-            per slot: expected acceptance, absolute error of the confidence, supervised blocks.
-        tokens (`torch.Tensor`, scalar):
-            sum over blocks of `1 + Σ_k Π_{j≤k} acceptance_j`; divided by `count[0]` it is the
-            accepted length τ that sampling would have.
+        survived, reached (`torch.Tensor` of shape `(G,)`):
+            Per slot k, sums over the blocks supervised there of the chance that sampling accepts
+            all up to it, `Π_{j≤k} acceptance_j`, and all before it, `Π_{j<k} acceptance_j`.
+        confidence_error, count (`torch.Tensor` of shape `(G,)`):
+            per slot: absolute error of the confidence, supervised blocks.
     """
 
     weight: torch.Tensor
     cross_entropy: torch.Tensor
     total_variation: torch.Tensor
     confidence: torch.Tensor
-    acceptance: torch.Tensor
+    survived: torch.Tensor
+    reached: torch.Tensor
     confidence_error: torch.Tensor
     count: torch.Tensor
-    tokens: torch.Tensor
 
     def flatten(self) -> torch.Tensor:
         """All sums in one float64 vector; see [`ObjectiveSums.unflatten`]."""
@@ -97,27 +97,45 @@ class ObjectiveSums:
     @classmethod
     def unflatten(cls, vector: torch.Tensor) -> "ObjectiveSums":
         """Inverse of `flatten`."""
-        slots = (len(vector) - 5) // 3
+        slots = (len(vector) - 4) // 4
         return cls(
-            *(
-                x.squeeze() if len(x) == 1 else x
-                for x in vector.split([1, 1, 1, 1, slots, slots, slots, 1])
-            )
+            *(x.squeeze() if len(x) == 1 else x for x in vector.split([1] * 4 + [slots] * 4))
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means by name: the terms, expected τ, acceptance per slot, confidence error."""
+        """
+        Means by name: the terms, expected τ, acceptance per slot, confidence error. Acceptance of
+        slot k is that of the blocks in which sampling gets there, so τ is
+        `1 + a_1 (1 + a_2 (1 + …))` where all blocks are supervised to their end.
+        """
         weight = self.weight.clamp(min=1e-6)
         count = self.count.reshape(-1).clamp(min=1)
-        acceptance = (self.acceptance.reshape(-1) / count).tolist()
+        survived, reached = self.survived.reshape(-1), self.reached.reshape(-1)
+        acceptance = (survived / reached.clamp(min=1e-6)).tolist()
         return {
             "cross_entropy": float(self.cross_entropy / weight),
             "total_variation": float(self.total_variation / weight),
             "confidence_loss": float(self.confidence / weight),
             "confidence_error": float(self.confidence_error.sum() / count.sum()),
-            "expected_tau": float(self.tokens / count[0]),
+            "expected_tau": float((self.count.reshape(-1)[0] + survived.sum()) / count[0]),
             **{f"acceptance_{k + 1}": rate for k, rate in enumerate(acceptance)},
         }
+
+
+def survival(
+    acceptance: torch.Tensor, is_supervised: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    `survived` and `reached` of [`ObjectiveSums`].
+
+    Args:
+        acceptance (`torch.Tensor` of shape `(…, G)`): chance of each slot, 0 where unsupervised.
+        is_supervised (`torch.Tensor` of shape `(…, G)`, boolean): a prefix of every block.
+    """
+    upto = acceptance.cumprod(dim=-1)
+    before = torch.cat((torch.ones_like(upto[..., :1]), upto[..., :-1]), dim=-1) * is_supervised
+    slots = acceptance.shape[-1]
+    return upto.reshape(-1, slots).sum(0), before.reshape(-1, slots).sum(0)
 
 
 class DSparkObjective(nn.Module):
@@ -218,15 +236,16 @@ class DSparkObjective(nn.Module):
         acceptance = torch.zeros_like(slot_weights).masked_scatter(is_supervised, result.acceptance)
         confidence, error = self._confidence(hidden, previous, acceptance, slot_weights)
         error = (error * is_supervised).flatten(0, 1).sum(0)
+        survived, reached = survival(acceptance, is_supervised)
         sums = ObjectiveSums(
             slot_weights.sum(),
             result.cross_entropy,
             result.total_variation,
             confidence.detach(),
-            acceptance.flatten(0, 1).sum(0),
+            survived,
+            reached,
             error.detach(),
             is_supervised.flatten(0, 1).sum(0),
-            (is_supervised[..., 0] + acceptance.cumprod(dim=-1).sum(-1)).sum(),
         )
         total = sums.weight
         if self.sum_over_processes is not None:
