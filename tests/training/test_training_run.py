@@ -222,6 +222,9 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     run_module._remember(config, *data)
     with pytest.raises(ValueError, match="num_anchors 4 there, 5 now"):
         train(world, folder, num_anchors=5)
+    # The host would restore the rate of the checkpoint, and the card would name this one.
+    with pytest.raises(ValueError, match=r"trainer {.*'learning_rate': 0.01.* there, .*0.02.* now"):
+        train(world, folder, trainer={**TRAINER, "learning_rate": 0.02})
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 2, .* now"):
         run_module._remember(config, make_examples(2), data[1])
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 3, .* now"):
@@ -229,6 +232,17 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     (folder / STARTED_WITH).write_text("{")
     with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
         train(world, folder)
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_anew(world, tmp_path):
+    """It would train from random weights and write over the drafter."""
+    once = {**TRAINER, "save_strategy": "no"}
+    train(world, tmp_path / "out", trainer=once)
+    before = weights(DSparkDrafter.from_pretrained(tmp_path / "out"))
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+        train(world, tmp_path / "out", trainer={**once, "max_steps": 3})
+    after = weights(DSparkDrafter.from_pretrained(tmp_path / "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):

@@ -39,6 +39,9 @@ RESULT = "training_result.json"
 _OWN = "the target's own"
 # What the run in a folder is, written before its first step.
 STARTED_WITH = "training_config.json"
+# Fields of `TrainingArguments` that may change while a run goes on.
+_FREE = ("max_steps", "num_train_epochs", "report_to", "run_name", "disable_tqdm", "use_cpu")
+_FREE_PREFIXES = ("save_", "eval_", "logging_", "dataloader_num_", "log_", "project")
 
 
 def load_examples(
@@ -161,6 +164,11 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
         caches,
     )
     last = last_complete_checkpoint(config.output)
+    if last is None and (Path(config.output) / RESULT).is_file():
+        raise ValueError(
+            f"{config.output} holds a finished drafter and no checkpoint to go on from. Take "
+            "another output, and init_from this one."
+        )
     if last:
         console.print(f"Going on from {last}.")
     started = time.perf_counter()
@@ -255,11 +263,17 @@ def _check_against_target(
 
 def _remember(config: RunConfig, train: DraftDataset, validation: DraftDataset) -> None:
     """
-    Note what the run in a folder is, so that another one does not go on from its checkpoints. The
-    host compares its own arguments when it resumes. Where nothing has been trained yet, a corrected
-    run file takes the place of the one that failed.
+    Note what the run in a folder is, so that another one does not go on from its checkpoints. Of
+    the host's arguments, how long the run is and what it reports and keeps may change: the host
+    restores the rest from a checkpoint, or mixes the two. Where nothing has been trained yet, a
+    corrected run file takes the place of the one that failed.
     """
-    facts = {k: v for k, v in dataclasses.asdict(config).items() if k != "trainer"}
+    facts = dataclasses.asdict(config)
+    facts["trainer"] = {
+        k: v
+        for k, v in config.trainer.items()
+        if not k.startswith(_FREE_PREFIXES) and k not in _FREE
+    }
     facts["examples"] = {
         "train": len(train),
         "validation": len(validation),
