@@ -168,18 +168,19 @@ def check_context_fits(
     """
     table, mask = position_table(target, learned_only=True), model_kwargs.get("attention_mask")
     length = prompt_columns(input_ids, config, model_kwargs)
-    text, end = target.config.get_text_config(decoder=True), length + config.max_length
+    new_tokens = config.max_length - input_ids.shape[1]
+    text, longest = target.config.get_text_config(decoder=True), length + new_tokens
     # The host's mask for it is causal and no more; only its cache forgets what left the window,
     # and that behind a forward, not between the tokens of one.
-    if text.model_type == "moshi" and end - input_ids.shape[1] > text.sliding_window:
+    if text.model_type == "moshi" and longest > text.sliding_window:
         raise ValueError(
             f"{type(target).__name__} looks past its window of {text.sliding_window} when it reads "
-            f"several tokens at a time, and the text may get {end - input_ids.shape[1]} long. Ask "
+            f"several tokens at a time, and the text may get {longest} long. Ask "
             "for fewer new tokens, or generate without assistant_model."
         )
     if mask is not None and mask.dim() == 2:
         length = int(mask.sum(dim=-1).max())
-    needed = length + (config.max_length - input_ids.shape[1] > 1)
+    needed = length + (new_tokens > 1)
     if table is not None and needed > table:
         raise ValueError(
             f"The prompt has {length} tokens, and {type(target).__name__} has {table} positions "

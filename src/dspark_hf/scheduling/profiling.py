@@ -94,11 +94,7 @@ def measure_throughput(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}.")
     counts = default_token_counts(max(64, rows), rows) if token_counts is None else token_counts
-    if (
-        min(counts, default=0) < 1
-        or 1 not in counts
-        or any(count > rows and count % rows for count in counts)
-    ):
+    if min(counts, default=0) != 1 or any(c > rows and c % rows for c in counts):
         raise ValueError(
             f"token_counts must begin with 1 and be multiples of rows={rows} above it, found "
             f"{counts}."
