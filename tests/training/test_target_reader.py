@@ -49,7 +49,7 @@ def test_states_and_head_give_the_targets_own_distribution(case):
         states.features, torch.cat([expected.hidden_states[i] for i in (1, 3)], dim=-1)
     )
     teacher = reader.teacher(states.last_hidden[0])
-    probs = teacher.probabilities(slice(3, 9), None, torch.float32)
+    probs = teacher.probabilities(slice(3, 9), teacher.rows_of_head(None, torch.float32), None)
     torch.testing.assert_close(probs, expected.logits[0, 3:9].softmax(-1), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(states.log_normaliser, expected.logits.logsumexp(-1))
     assert not states.features.requires_grad

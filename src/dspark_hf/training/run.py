@@ -30,6 +30,7 @@ from .collecting import FILES, PROVENANCE, changed_settings
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .host_arguments import check_host_arguments
+from .muon import MuonWithAdamW
 from .run_config import DFLASH_FIELDS, RunConfig
 from .sources import open_source
 from .target_states import TargetReader
@@ -162,6 +163,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
         None if config.family == "eagle3" else config.weights(),
         config.num_anchors,
         caches,
+        optimizers=(MuonWithAdamW(drafter, arguments) if config.muon else None, None),
     )
     last = last_complete_checkpoint(config.output)
     if last is None and (Path(config.output) / RESULT).is_file():

@@ -48,6 +48,7 @@ class RunConfig:
             trainer's `bf16` is set, and is saved in the target's.
         feature_cache (`str`, *optional*): folder that keeps the target's states.
         on_error (`str`): `"raise"` or `"skip"` malformed rows.
+        muon (`bool`): [`MuonWithAdamW`] in place of the host's `optim`.
         trainer (`dict`):
             Fields of the host's `TrainingArguments`; see [`check_host_arguments`] for those that
             are refused.
@@ -68,6 +69,7 @@ class RunConfig:
     dtype: str = "bfloat16"
     feature_cache: str | None = None
     on_error: str = "raise"
+    muon: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,6 +92,8 @@ class RunConfig:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}.")
+        if not isinstance(self.muon, bool):
+            raise ValueError(f"muon must be true or false, found {self.muon!r}.")
         for name in ("drafter", "objective", "trainer"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(
@@ -113,6 +117,11 @@ class RunConfig:
         self.objective = read_numbers("objective", self.objective, get_type_hints(ObjectiveWeights))
         self.trainer = read_numbers("trainer", self.trainer, get_type_hints(TrainingArguments))
         _check_trainer(self.trainer)
+        if self.muon and (other := {"optim", "optim_args", "fsdp"} & set(self.trainer)):
+            raise ValueError(
+                f"muon is an optimiser of its own, over whole matrices, and trainer has "
+                f"{', '.join(sorted(other))}. Leave one of them out."
+            )
         self.drafter = _read_drafter(self.family, self.drafter)
 
     def _check_family(self) -> None:

@@ -54,26 +54,27 @@ class Teacher:
     scale: float = 1.0
     log_normaliser: torch.Tensor | None = None
 
-    def logits(
-        self,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Float32 logits behind `hidden` `(M, D)` at `token_ids` (all if `None`)."""
-        weight = self.weight if token_ids is None else self.weight[token_ids]
-        dtype = dtype or weight.dtype
-        logits = self.scale * functional.linear(hidden.to(dtype), weight.to(dtype))
-        return _cap(logits.float(), self.softcapping)
+    def logits(self, hidden: torch.Tensor, head: torch.Tensor | None = None) -> torch.Tensor:
+        """Float32 logits behind `hidden` `(M, D)`, of the rows `head` of the head if given."""
+        head = self.weight if head is None else head
+        logits = functional.linear(hidden.to(head.dtype), head).float()
+        return _cap(logits if self.scale == 1.0 else self.scale * logits, self.softcapping)
+
+    def rows_of_head(self, token_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """What of the head [`Teacher.probabilities`] needs for `token_ids` (all if `None`)."""
+        needs_all = token_ids is None or self.log_normaliser is None
+        return (self.weight if needs_all else self.weight[token_ids]).to(dtype)
 
     def probabilities(
-        self, rows: slice, token_ids: torch.Tensor | None, dtype: torch.dtype
+        self, rows: slice, head: torch.Tensor, token_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """p of `rows` at `token_ids` (all if `None`), float32."""
-        known = self.log_normaliser
-        logits = self.logits(self.hidden[rows], None if known is None else token_ids, dtype)
-        if known is not None:
-            return torch.exp(logits - known[rows, None])
+        """
+        p of `rows` at `token_ids` (all if `None`), float32, in memory of its own. `head` is
+        `rows_of_head(token_ids, dtype)`, and products are computed in that dtype.
+        """
+        logits = self.logits(self.hidden[rows], head)
+        if self.log_normaliser is not None:
+            return logits.sub_(self.log_normaliser[rows, None]).exp_()
         probs = torch.softmax(logits, dim=-1)
         return probs if token_ids is None else probs[:, token_ids]
 
@@ -154,6 +155,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype = compute_dtype(hidden)
         weight = head.weight.to(dtype)
         w2 = None if markov_w2 is None else markov_w2.to(dtype)
+        teacher_head = teacher.rows_of_head(head.draft_to_target, dtype)
         wants_gradient = any(ctx.needs_input_grad[:3])
         grads: list[Any] = [
             torch.zeros_like(x, dtype=torch.float32) if wants_gradient and x is not None else None
@@ -167,23 +169,26 @@ class _ChunkedLoss(torch.autograd.Function):
             scores = base = _cap(base, head.softcapping)
             if latents is not None:
                 scores = base + functional.linear(latents[rows].to(dtype), w2).float()
-            q = torch.softmax(scores, dim=-1)
-            p = teacher.probabilities(rows, head.draft_to_target, dtype)
             label, has_label = labels[rows].clamp(min=0)[:, None], labels[rows] >= 0
-            ce = scores.logsumexp(dim=-1) - scores.gather(1, label)[:, 0]
-            difference = q - p
-            tv = difference.abs().sum(dim=-1)
-            if head.draft_to_target is not None:
-                tv = tv + (1 - p.sum(dim=-1)).clamp(min=0)
+            normaliser = scores.logsumexp(dim=-1, keepdim=True)
+            ce = (normaliser - scores.gather(1, label))[:, 0]
+            # A pass over a chunk costs as much as a tenth of its matrix products, so what follows
+            # writes over what is not needed any more.
+            q = (scores - normaliser).exp_()
+            p = teacher.probabilities(rows, teacher_head, head.draft_to_target)
+            undraftable = 0.0 if head.draft_to_target is None else (1 - p.sum(dim=-1)).clamp(min=0)
+            difference = torch.sub(q, p, out=p)
+            tv = torch.linalg.vector_norm(difference, ord=1, dim=-1) + undraftable
             w = weights[rows].float()
             sums += torch.stack(((w * has_label * ce).sum(), (w * tv).sum()))
             acceptance[rows] = (1 - 0.5 * tv).clamp(0, 1)
             if not wants_gradient:
                 continue
-            sign = difference.sign()
-            slope = tv_weight * w[:, None] * (sign - (q * sign).sum(dim=-1, keepdim=True))
+            sign = difference.sign_()
+            slope = (tv_weight * w)[:, None]
             pull = (ce_weight * w * has_label)[:, None]
-            grad = q * (slope + pull)
+            level = pull - slope * torch.linalg.vecdot(q, sign)[:, None]
+            grad = torch.addcmul(level, slope, sign).mul_(q)
             grad.scatter_add_(1, label, -pull)
             if latents is not None:
                 grads[1][rows] = (grad.to(dtype) @ w2).float()
