@@ -216,11 +216,16 @@ def test_every_optimiser_does_a_step(tmp_path, optimiser):
     assert has_bytes == optimiser.endswith("8bit")
 
 
-def test_metrics_of_the_run_are_numbers(tmp_path):
-    trainer = make_trainer(tmp_path, validation=make_examples(2))
+@pytest.mark.parametrize("confidence", [True, False])
+def test_metrics_of_the_run_are_numbers(tmp_path, confidence):
+    """Of confidences only where they are predicted."""
+    drafter = make_drafter(stored=False, confidence=confidence)
+    trainer = make_trainer(tmp_path, drafter, validation=make_examples(2))
     trainer.train()
     entries = [*trainer.state.log_history, trainer.evaluate()]
     assert all(math.isfinite(value) for entry in entries for value in entry.values())
+    assert ("confidence_error" in entries[0]) == ("eval_confidence_error" in entries[-1])
+    assert ("confidence_error" in entries[0]) == confidence
 
 
 def test_a_drafter_of_another_target_is_refused(tmp_path):
@@ -234,6 +239,7 @@ def test_a_drafter_of_another_target_is_refused(tmp_path):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha of TrainingArguments is 5.0"),
         ({"activation_checkpointing": True}, "drops the cache that holds the context"),
         ({"include_for_metrics": ["loss"]}, "forms no predictions"),
+        ({"metric_for_best_model": "tau"}, "an evaluation here gives loss, cross_entropy, total_"),
         ({"trainer_drafter": make_eagle3(stored=False)}, "weights and num_anchors are of block"),
     ],
 )

@@ -261,11 +261,16 @@ def test_data_that_does_not_fit_the_run_is_an_error(world, tmp_path):
         train(world, tmp_path / "two", data=str(path), trainer=trainer)
 
 
-def test_a_cache_is_only_written_when_confirmed(world, tmp_path, monkeypatch):
+def nobody_answers(text):
+    raise EOFError
+
+
+@pytest.mark.parametrize("answer", [lambda text: "n", nobody_answers])
+def test_a_cache_is_only_written_when_confirmed(world, tmp_path, monkeypatch, answer):
     """B139: its size is printed first."""
     asked = []
     console = Console(record=True, width=200)
-    monkeypatch.setattr(console, "input", lambda text: asked.append(text) or "n")
+    monkeypatch.setattr(console, "input", lambda text: asked.append(text) or answer(text))
     config = RunConfig(
         **make_config(world, tmp_path / "out", feature_cache=str(tmp_path / "cache"))
     )
@@ -306,6 +311,8 @@ def test_data_without_a_usable_row_is_an_error(world, tmp_path):
 def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n", encoding="utf-8")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"Wof\xfcr ")
     prompts = world / "prompts.jsonl"
     target = ["--target", str(world / "target"), "--output", str(tmp_path / "data")]
     for arguments, message in (
@@ -316,6 +323,7 @@ def test_commands_say_what_is_missing(world, tmp_path, monkeypatch, capsys):
             "prompts.jsonl:11: not JSON",
         ),
         (["data", *target, "--invent", "2", "--starters", str(empty)], "holds no starter"),
+        (["data", *target, "--invent", "2", "--starters", str(latin)], "is not UTF-8"),
         (["data", *target, "--prompts", str(prompts), "--starters", str(empty)], "--invent N"),
         (["data", *target, "--invent", "2", "--top-p", "0"], "top_p is 0"),
         (

@@ -113,7 +113,10 @@ def _starters(path: Path | None, invent: int) -> list[str]:
     if not invent:
         raise ValueError("--starters begin prompts that the target invents; give --invent N too.")
     # A line is one starter; line breaks inside it are written as \n.
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from error
     if not lines:
         raise ValueError(f"{path} holds no starter.")
     return [line.replace("\\n", "\n") for line in lines]

@@ -322,6 +322,13 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     return result if is_same else None
 
 
+def _is_confirmed(console: Console) -> bool:
+    try:
+        return console.input("Write them? [y/N] ").strip().lower().startswith("y")
+    except EOFError:
+        return False
+
+
 def _caches(
     config: RunConfig,
     arguments: TrainingArguments,
@@ -341,10 +348,10 @@ def _caches(
         f"{config.feature_cache} will hold the target's states of {tokens:,} tokens, "
         f"{size / 1e9:,.2f} GB."
     )
-    asks = arguments.process_index == 0 and not assume_yes
-    if asks and not console.input("Write them? [y/N] ").strip().lower().startswith("y"):
+    if arguments.process_index == 0 and not assume_yes and not _is_confirmed(console):
         raise ValueError(
-            "Not confirmed. Without feature_cache the states are computed as they are needed."
+            "Not confirmed (--yes does, where nobody can answer). Without feature_cache the states "
+            "are computed as they are needed."
         )
     train, validation = (FeatureCache(config.feature_cache, reader, data) for data in datasets)
     # One process writes what the others read.

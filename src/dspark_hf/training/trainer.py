@@ -58,7 +58,8 @@ class DSparkTrainer(Trainer):
     Raises:
         `ValueError`: the drafter was made for another target, the target cannot be read (see
             [`TargetReader`]), one process sees several accelerators, an argument has no place here,
-            or FSDP cannot be used as it is asked for (see [`check_sharding`]).
+            no evaluation gives `metric_for_best_model`, or FSDP cannot be used as it is asked for
+            (see [`check_sharding`]).
         `OSError`: a checkpoint could not be written; earlier ones are whole.
     """
 
@@ -123,6 +124,7 @@ class DSparkTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
+        self._check_best_metric(args.metric_for_best_model)
         self._caches = feature_caches or (None, None)
         if self.accelerator.num_processes > 1:
             objective.num_processes = self.accelerator.num_processes
@@ -178,9 +180,25 @@ class DSparkTrainer(Trainer):
         """Adds acceptance and the terms of the loss to the host's reports of training."""
         if "loss" in logs and self._sums is not None:
             sums = self.accelerator.reduce(self._sums, reduction="sum")
-            logs = {**logs, **ObjectiveSums.unflatten(sums).metrics()}
+            logs = {**logs, **self._figures(ObjectiveSums.unflatten(sums))}
             self._sums = None
         super().log(logs, *args, **kwargs)
+
+    def _figures(self, sums: ObjectiveSums) -> dict[str, float]:
+        """By name; nothing about confidences where nothing predicts them."""
+        figures = sums.metrics()
+        if getattr(self.drafter, "confidence_head", None) is None:
+            figures = {k: v for k, v in figures.items() if not k.startswith("confidence_")}
+        return figures
+
+    def _check_best_metric(self, wanted: str | None) -> None:
+        """The host would look for it at the first evaluation, with a `KeyError`."""
+        slots = self.drafter.config.block_size
+        known = ["loss", *self._figures(ObjectiveSums.unflatten(torch.zeros(4 + 4 * slots)))]
+        if wanted and wanted.removeprefix("eval_") not in known:
+            raise ValueError(
+                f"metric_for_best_model is {wanted!r}; an evaluation here gives {', '.join(known)}."
+            )
 
     @torch.no_grad()
     def evaluate(
@@ -216,7 +234,7 @@ class DSparkTrainer(Trainer):
                 "dataloader_drop_last, more than a batch of them.)"
             )
         sums = ObjectiveSums.unflatten(self.accelerator.reduce(total, reduction="sum"))
-        metrics = {f"{metric_key_prefix}_{k}": v for k, v in sums.metrics().items()}
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._figures(sums).items()}
         objective = self.accelerator.unwrap_model(self.model)
         metrics[f"{metric_key_prefix}_loss"] = objective.mean_loss(sums)
         self.log(metrics)
