@@ -4,8 +4,23 @@ import dataclasses
 
 import torch
 
-from dspark_hf import DSparkDrafter
-from tiny import make_prompt
+from dspark_hf import DSparkDrafter, collect_statistics
+from tiny import make_drafter, make_prompt
+
+# Config fields of small layers that `tiny.make_drafter` drafts for.
+SMALL_LAYERS = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.4,
+}
 
 
 def make_prompts(lengths: list[int], seed: int = 3) -> list[torch.Tensor]:
@@ -55,3 +70,19 @@ def script_rows(
 def new_tokens(sequences: torch.Tensor, prompt_length: int) -> list[list[int]]:
     """The rows' new tokens, padding included."""
     return sequences[:, prompt_length:].tolist()
+
+
+def check_rows(target, num_rows=3, new_tokens=14, prompts=None, drafter=None, **options):
+    """Greedy equals plain generate for rows that are right 4, 0 and 2 times."""
+    prompts = prompts or make_prompts([6, 3, 8][:num_rows])
+    batch = pad_left(prompts)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, **options}
+    expected = target.generate(**batch, **options)
+    width = batch["input_ids"].shape[1]
+    texts = [row[width - p.shape[1] :] for row, p in zip(expected, prompts, strict=True)]
+    drafter = script_rows(drafter or make_drafter(), texts, [4, 0, 2])
+    with collect_statistics() as statistics:
+        found = target.generate(**batch, assistant_model=drafter, **options)
+    assert torch.equal(found, expected)
+    assert statistics.accepted >= new_tokens // 2
+    return statistics
