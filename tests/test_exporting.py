@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import GEMMA4, GOLDEN, LAYOUTS, VANILLA, check_written_again, read_json
 from dspark_hf import DSparkDrafter, export_drafter
+from dspark_hf.evaluation.provenance import drafter_facts
 from dspark_hf.exporting.cards import serve_commands
 from dspark_hf.loading.description import describe
 from published import make_block_drafter
-from tiny import HIDDEN, VOCAB, make_drafter, make_prompt, make_target
+from tiny import HIDDEN, VOCAB, make_drafter, make_eagle3, make_prompt, make_target
 
 SPECULATORS = GOLDEN.parent / "golden_speculators"
 NAME = "somebody/target"
@@ -391,7 +392,7 @@ EVALUATION = {
 def test_figures_of_a_card_are_those_of_its_result_file(tmp_path, result, drafter, temperature):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result), encoding="utf-8")
-    export_drafter(make_drafter(), tmp_path / "out", "deepspec", target_name=NAME, result=path)
+    export_drafter(make_drafter(), tmp_path / "out", "deepspec", target_name=NAME, results=[path])
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert f"| {drafter} | {temperature} | chat | 2.35 | 1.50 |" in text or (
         f"| {drafter} | {temperature} | chat | 2.34 | 1.50 |" in text
@@ -401,12 +402,53 @@ def test_figures_of_a_card_are_those_of_its_result_file(tmp_path, result, drafte
     assert ("| prompts | 1200 |" in text) == ("training" in result)
 
 
+def test_a_card_has_the_figures_of_all_of_its_results(tmp_path):
+    other = {**EVALUATION, "results": [{**EVALUATION["results"][0], "temperature": 0.0}]}
+    del other["training"]
+    results = [EVALUATION, other, BENCH]
+    export_drafter(make_drafter(), tmp_path / "out", "dspark", results=results)
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    for row in ("mine | 1", "mine | 0", "this drafter | 0"):
+        assert text.count(f"| {row} | all | 2.50 | 1.25 |") == 1, row
+    assert text.count("Measured with: ") == 3
+    assert "| prompts | 1200 |" in text
+
+
+def trained(family="dspark", **fields):
+    return {"config": {"family": family, "drafter": fields}, "training": {"prompts": 1}}
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([trained("dflash")], "result 1 is of another drafter: family dflash there and dspark"),
+        ([trained(block_size=9)], "another drafter: block_size 9 there and 4 here"),
+        ([trained("eagle3")], "family eagle3 there and dspark here"),
+        ([trained(), trained()], "Several results say how"),
+        ([{"drafters": [drafter_facts("x", make_eagle3())], "results": []}], "method Eagle3 there"),
+        ([{"loss": 1}], "holds neither an evaluation nor a bench nor a training run, but loss"),
+    ],
+)
+def test_results_that_are_not_the_drafters(tmp_path, results, message):
+    with pytest.raises(ValueError, match=message):
+        export_drafter(make_drafter(), tmp_path / "out", "dspark", results=results)
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_the_drafter_in_another_precision(tmp_path):
+    drafter = make_drafter()
+    facts = [drafter_facts("x", make_eagle3()), drafter_facts("y", drafter)]
+    results = [{**EVALUATION, "drafters": facts}, trained(block_size=4)]
+    del results[0]["training"]
+    export_drafter(drafter.bfloat16(), tmp_path / "out", "dspark", results=results)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_a_result_file_that_is_none(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=f"{path} .*JSON"):
-        export_drafter(make_drafter(), tmp_path / "out", "deepspec", result=path)
+        export_drafter(make_drafter(), tmp_path / "out", "deepspec", results=[path])
 
 
 def test_an_exported_drafter_is_lossless(tmp_path):

@@ -8,7 +8,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from ..auto import drafter_class_of, load_for_target
-from ..exporting.cards import read_result, serve_commands
+from ..exporting.cards import serve_commands
 from ..exporting.export import export_drafter
 from .models import target_source
 
@@ -27,9 +27,6 @@ def run_export(
     **options: Any,
 ) -> None:
     """Write the files, upload them if asked to, and print the commands that serve them."""
-    facts: dict[str, Any] = {}
-    for path in results:
-        facts |= read_result(path)
     target, name = None, target_name or copy_from
     if copy_from is not None:
         target = AutoModelForCausalLM.from_pretrained(target_source(copy_from), dtype="auto")
@@ -47,7 +44,7 @@ def run_export(
         layout,
         target=target,
         target_name=name,
-        result=facts or None,
+        results=results,
         repo_id=push,
         **options,
     )

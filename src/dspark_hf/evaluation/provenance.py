@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from ..configuration_drafter import DrafterConfig
+
 _VALUES_PER_TENSOR = 4096
 # What the host keeps in every config (labels, paths, versions), and what only training reads.
 _BOOKKEEPING = frozenset(PreTrainedConfig().to_dict()) - {"model_type"} | {
@@ -110,7 +112,7 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     return {
         "name": name,
         "id": text_digest(f"{fingerprint(drafter)} {identity}"),
-        "method": _method(config),
+        "method": method_of(drafter.config),
         "block_size": drafter.config.block_size,
         "num_layers": backbone.get("num_hidden_layers"),
         "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
@@ -127,8 +129,9 @@ def _facts_of(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _method(config: dict[str, Any]) -> str:
-    if config["model_type"] != "dspark":
-        return config["model_type"].removeprefix("dspark_").capitalize()
-    head = config.get("markov_head_type")
+def method_of(config: DrafterConfig) -> str:
+    """`"DSpark (vanilla)"` and its like by the Markov head, `"DFlash"` without, or `"Eagle3"`."""
+    if config.model_type != "dspark":
+        return config.model_type.removeprefix("dspark_").capitalize()
+    head = getattr(config, "markov_head_type", None)
     return f"DSpark ({head})" if head else "DFlash"

@@ -3,8 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -14,6 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..configuration_drafter import DrafterConfig
 from ..configuration_dspark import DSparkConfig
 from .layouts import CHAIN_EAGLE3, DEEPSPEC, SPECULATORS
+from .results import Result
 
 # Placeholders for what nobody stated; a card never invents it.
 UNKNOWN = "not recorded"
@@ -34,22 +34,6 @@ distribution. In bfloat16 and float16, forwards over one and over several tokens
 differently, so a near-tie can fall the other way.
 - A drafter learns one target in one mode. Quantising or fine-tuning the target, or another mode \
 (thinking, another system prompt), lowers accepted length, not correctness."""
-
-
-def read_result(path: str | os.PathLike) -> dict[str, Any]:
-    """
-    The JSON result of `dspark-hf bench`, `dspark-hf evaluate` or a training run.
-
-    Raises:
-        `ValueError`: not a JSON object.
-    """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}).") from error
-    if not isinstance(result, dict):
-        raise ValueError(f"{path} holds a JSON {type(result).__name__}, expected an object.")
-    return result
 
 
 def kind_of(config: DrafterConfig) -> str:
@@ -106,7 +90,7 @@ def build_card(
     repository: str,
     target: str | None,
     stored: Mapping[str, tuple[int, ...]],
-    result: Mapping[str, Any] | None = None,
+    results: Sequence[Result] = (),
     license: str | None = None,
 ) -> ModelCard:
     """
@@ -118,7 +102,7 @@ def build_card(
         repository (`str`): Hub id or folder that the card's snippets load.
         target (`str`, *optional*): Hub id of the target.
         stored (mapping of `str` to shape): the tensors written.
-        result (mapping, *optional*): see [`read_result`]; without one, the card gives no figures.
+        results (list, *optional*): see [`read_results`]; without one, the card gives no figures.
         license (`str`, *optional*): the drafter's licence.
     """
     data = ModelCardData(
@@ -134,8 +118,8 @@ def build_card(
         "What it is": _what(config, layout, target),
         "Use it": _use(config, layout, repository, target),
         "Facts": _table(["", ""], _facts(config, layout, target, stored)),
-        "Measured figures": _figures(result),
-        "Training data and mode": _training(result),
+        "Measured figures": _figures(results),
+        "Training data and mode": _training(results),
         "Limits": _LIMITS,
         "Citation": _CITATIONS["Eagle3" if kind_of(config) == "Eagle3" else "DSpark"],
     }
@@ -231,14 +215,23 @@ def _head_facts(config: DSparkConfig) -> list[list[str]]:
     ]
 
 
-def _figures(result: Mapping[str, Any] | None) -> str:
-    if result is None:
+def _figures(results: Sequence[Result]) -> str:
+    if not results:
         return "None: this export was made without a result file."
+    tables = [text for text in map(_figures_of, results) if text]
+    if not tables:
+        return "None: the result file of this export has no evaluation in it."
+    note = "τ counts tokens committed per round, bonus token included; ratio of sums."
+    return "\n\n".join([note, *tables])
+
+
+def _figures_of(result: Result) -> str | None:
+    """The table of an evaluation or a bench, and what it was measured with."""
     runs = result.get("results")
     if not isinstance(runs, list):
         runs = [result] if isinstance(result.get("sets"), list) else []
     if not runs:
-        return "None: the result file of this export has no evaluation in it."
+        return None
     setting = result.get("settings") or result.get("machine") or {}
     rows = []
     for run in runs:
@@ -257,15 +250,14 @@ def _figures(result: Mapping[str, Any] | None) -> str:
             )
     facts = ", ".join(f"{key} {value}" for key, value in sorted(setting.items()))
     header = ["drafter", "temperature", "set", "accepted length τ", "speed-up over plain"]
-    note = "τ counts tokens committed per round, bonus token included; ratio of sums."
-    return f"{note}\n\n{_table(header, rows)}\n\nMeasured with: {facts or UNKNOWN}."
+    return f"{_table(header, rows)}\n\nMeasured with: {facts or UNKNOWN}."
 
 
-def _training(result: Mapping[str, Any] | None) -> str:
-    training = (result or {}).get("training")
-    if not isinstance(training, Mapping):
-        return "Not recorded in the result file of this export (data, mode, thinking or not)."
-    return _table(["", ""], [[str(key), str(value)] for key, value in training.items()])
+def _training(results: Sequence[Result]) -> str:
+    for result in results:
+        if isinstance(training := result.get("training"), Mapping):
+            return _table(["", ""], [[str(key), str(value)] for key, value in training.items()])
+    return "Not recorded in a result file of this export (data, mode, thinking or not)."
 
 
 def _number(value: Any) -> str:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..generation.checks import check_pairing
 from ..loading.saving import save_atomically
 from ..modeling_drafter import DrafterModel
 from ..modeling_eagle3 import Eagle3Drafter
-from .cards import build_card, kind_of, read_result
+from .cards import build_card, kind_of
 from .eagle3 import chain_config, deepspec_eagle3_config, speculators_eagle3_config
 from .layouts import (
     CHAIN_EAGLE3,
@@ -25,6 +26,7 @@ from .layouts import (
     layout_tensors,
     speculators_config,
 )
+from .results import Result, read_results
 
 OWN = "dspark"
 _BLOCK_CONFIGS = {DEEPSPEC: deepspec_config, SPECULATORS: speculators_config}
@@ -42,7 +44,7 @@ def export_drafter(
     *,
     target: PreTrainedModel | None = None,
     target_name: str | None = None,
-    result: str | os.PathLike | dict[str, Any] | None = None,
+    results: Sequence[str | os.PathLike | Result] = (),
     license: str | None = None,
     repo_id: str | None = None,
     private: bool | None = None,
@@ -66,8 +68,8 @@ def export_drafter(
         target_name (`str`, *optional*):
             Where engines find the target. Taken from the target or from the drafter's config if it
             is not given; the speculators layout needs it.
-        result (path or `dict`, *optional*):
-            Result of `dspark-hf evaluate`, `bench` or of a training run, for the card.
+        results (list of path or `dict`, *optional*):
+            Results of `dspark-hf evaluate`, of `bench` and of the training run, for the card.
         license (`str`, *optional*): licence of the drafter, for the card.
         repo_id (`str`, *optional*): Hub repository to upload to; it is created if needed.
         private (`bool`, *optional*), token (*optional*): as in the host's `push_to_hub`.
@@ -77,7 +79,8 @@ def export_drafter(
         The folder.
 
     Raises:
-        `ValueError`: unknown layout, another target, or a drafter that the layout cannot express.
+        `ValueError`: unknown layout, another target, results of another drafter, or a drafter that
+            the layout cannot express.
         `OSError`: writing or uploading failed.
     """
     if layout not in (*LAYOUTS, OWN):
@@ -97,7 +100,7 @@ def export_drafter(
         )
     if target is not None:
         check_pairing(target, drafter)
-    facts = result if isinstance(result, dict) or result is None else read_result(result)
+    facts = read_results(results, drafter.config)
     lender = _target(target, target_name)
     folder = Path(directory)
     with save_atomically(folder) as temporary:
