@@ -23,8 +23,8 @@ PLAN = CollectionPlan("tiny", (0.0, 1.0), max_new_tokens=12, validation_share=0.
 QUESTIONS = ["one", "two", "three", "four", "five", "six", "two"]
 
 
-def make_stopping_target():
-    target = make_target(vocab_size=80)
+def make_stopping_target(seed=0):
+    target = make_target(vocab_size=80, seed=seed)
     target.generation_config.eos_token_id = list(range(2, 12))
     target.generation_config.pad_token_id = 3
     return target
@@ -142,6 +142,7 @@ def test_a_full_disk_keeps_whole_rows(tmp_path, whole):
         ({"sources": {"other": "prompts"}}, "sources"),
         ({"size": 2}, "batch_size 3 there, 2 now"),
         ({"target": make_stopping_target().bfloat16()}, "dtype 'float32' there, 'bfloat16' now"),
+        ({"target": make_stopping_target(seed=1)}, "target_weights '.*' there, '.*' now"),
         ({"target": make_penalising_target()}, r"generation_config .* 1\.2.* now"),
     ],
 )

@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+from dataclasses import asdict
 
+import datasets
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -181,6 +183,30 @@ def test_evaluation_between_steps_does_not_change_training(tmp_path):
     evaluated.train()
     assert_same_weights(plain.drafter, evaluated.drafter)
     assert sum("eval_expected_tau" in entry for entry in evaluated.state.log_history) == 4
+
+
+def test_several_sets_are_evaluated_each_by_itself(tmp_path):
+    one, other = make_examples(3), make_examples(3, seed=4)
+    trainer = make_trainer(tmp_path, validation={"a": one, "b": other})
+    found = trainer.evaluate()
+    for name, examples in (("a", one), ("b", other)):
+        alone = trainer.evaluate(examples)
+        assert found[f"eval_{name}_loss"] == alone["eval_loss"]
+    best = {"metric_for_best_model": "eval_b_expected_tau", "max_steps": 1}
+    make_trainer(tmp_path, validation=trainer.eval_dataset, **best).train()
+    with pytest.raises(ValueError, match="an evaluation here gives a_loss, a_cross_entropy"):
+        make_trainer(tmp_path, validation=trainer.eval_dataset, metric_for_best_model="loss")
+
+
+def test_examples_can_be_streamed(tmp_path):
+    """How many there are is not known then, so the host wants `max_steps`."""
+    rows = datasets.Dataset.from_list([asdict(x) for x in make_examples().examples])
+    trainer = make_trainer(tmp_path, train=rows.to_iterable_dataset(), max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    listed = make_trainer(tmp_path, train=rows, max_steps=2, train_sampling_strategy="sequential")
+    listed.train()
+    assert losses(trainer) == losses(listed)
 
 
 def test_evaluation_without_examples_says_so(tmp_path):

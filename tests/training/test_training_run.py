@@ -15,7 +15,8 @@ from dspark_hf import DSparkDrafter
 from dspark_hf.cli import app
 from dspark_hf.cli.app import main
 from dspark_hf.training import run as run_module
-from dspark_hf.training.run import RESULT, STARTED_WITH, RunConfig, run_training
+from dspark_hf.training.run import RunConfig, run_training
+from dspark_hf.training.run_folder import RESULT, STARTED_WITH, remember_run
 from dspark_hf.training.sources import DatasetRows
 from small_runs import assert_same_weights, make_examples, weights
 from small_tokenizer import make_tokenizer
@@ -126,15 +127,16 @@ def test_the_card_says_whose_answers_and_which_steps(world, tmp_path):
     """Another model's answers, and weights that are the best ones and not the last."""
     data = shutil.copytree(world / "data", tmp_path / "data")
     made = json.loads((data / "provenance.json").read_text(encoding="utf-8"))
-    text = json.dumps({**made, "target": "Qwen/Qwen3-0.6B"})
+    assert made["target_weights"]
+    text = json.dumps({**made, "target": "Qwen/Qwen3-0.6B", "target_weights": "c0ffee"})
     (data / "provenance.json").write_text(text, encoding="utf-8")
     # Upside down, so that the last step is not the best.
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
     best |= {"metric_for_best_model": "cross_entropy", "greater_is_better": True}
     result, said = train(world, tmp_path / "out", data=str(data), trainer={**TRAINER, **best})
     facts = result["training"]
-    assert "are those of Qwen/Qwen3-0.6B; a drafter does best" in said
-    assert facts["answers"] == "those of Qwen/Qwen3-0.6B"
+    assert "are those of Qwen/Qwen3-0.6B, with other weights than the target's; a" in said
+    assert facts["answers"] == "those of Qwen/Qwen3-0.6B, with other weights than the target's"
     assert (facts["steps"], facts["steps of the weights kept (the best)"]) == (2, 1)
     kept = DSparkDrafter.from_pretrained(tmp_path / "out" / "checkpoint-1")
     assert_same_weights(kept, DSparkDrafter.from_pretrained(tmp_path / "out"))
@@ -215,25 +217,45 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     folder.mkdir()
     data = make_examples(3), make_examples(1)
     config = RunConfig(**make_config(world, folder))
-    run_module._remember(RunConfig(**make_config(world, folder, num_anchors=6)), *data)
+    remember_run(RunConfig(**make_config(world, folder, num_anchors=6)), *data)
     # Nothing was trained: a corrected run file may take its place.
-    run_module._remember(config, *data)
+    remember_run(config, *data)
     assert json.loads((folder / STARTED_WITH).read_text())["num_anchors"] == 4
     (folder / "checkpoint-1").mkdir()
     (folder / "checkpoint-1" / "trainer_state.json").write_text("{}")
-    run_module._remember(config, *data)
+    remember_run(config, *data)
     with pytest.raises(ValueError, match="num_anchors 4 there, 5 now"):
         train(world, folder, num_anchors=5)
     # The host would restore the rate of the checkpoint, and the card would name this one.
     with pytest.raises(ValueError, match=r"trainer {.*'learning_rate': 0.01.* there, .*0.02.* now"):
         train(world, folder, trainer={**TRAINER, "learning_rate": 0.02})
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 2, .* now"):
-        run_module._remember(config, make_examples(2), data[1])
+        remember_run(config, make_examples(2), data[1])
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 3, .* now"):
-        run_module._remember(config, make_examples(3, seed=1), data[1])
+        remember_run(config, make_examples(3, seed=1), data[1])
     (folder / STARTED_WITH).write_text("{")
     with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
         train(world, folder)
+    (folder / STARTED_WITH).unlink()
+    with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
+        train(world, folder)
+
+
+def test_a_run_goes_on_where_it_was_moved_to_and_not_for_another_target(world, tmp_path):
+    target = shutil.copytree(world / "target", tmp_path / "target")
+    steps = {**TRAINER, "max_steps": 3, "lr_scheduler_type": "constant"}
+    fields = {"target": str(target), "trainer": {**steps, "max_steps": 2}}
+    train(world, tmp_path / "out", **fields)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    _, text = train(world, tmp_path / "moved", **fields)
+    assert "is finished: 2 steps" in text
+    # Fine-tuned where it lies.
+    make_target(vocab_size=80, seed=5).save_pretrained(target)
+    with pytest.raises(ValueError, match="holds other weights now than when"):
+        train(world, tmp_path / "moved", **{**fields, "trainer": steps})
+    shutil.copytree(world / "target", target, dirs_exist_ok=True)
+    result, text = train(world, tmp_path / "moved", **{**fields, "trainer": steps})
+    assert (result["steps"], result["training"]["answers"]) == (3, "the target's own")
 
 
 def test_a_finished_run_without_checkpoints_does_not_begin_anew(world, tmp_path):
@@ -270,7 +292,7 @@ def test_a_cache_is_only_written_when_confirmed(world, tmp_path, monkeypatch, an
     """B139: its size is printed first."""
     asked = []
     console = Console(record=True, width=200)
-    monkeypatch.setattr(console, "input", lambda text: asked.append(text) or answer(text))
+    monkeypatch.setattr(console, "input", lambda text, **_: asked.append(text) or answer(text))
     config = RunConfig(
         **make_config(world, tmp_path / "out", feature_cache=str(tmp_path / "cache"))
     )

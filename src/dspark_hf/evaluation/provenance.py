@@ -75,18 +75,19 @@ def code_revision() -> str | None:
     return f"{git('rev-parse', 'HEAD')}{'+' if changed else ''}"
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Any, precision: torch.dtype | None = None) -> str:
     """
     Twelve hex digits that tell one set of weights from another: the hash of every tensor's name,
     shape, type and 4096 values spread over it. Training changes all tensors, so this is enough to
-    notice.
+    notice. With a `precision` to round to, the same checkpoint loaded in others is the same.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {precision or tensor.dtype}".encode())
         if tensor.device.type != "meta":
             values = tensor.detach().flatten()
             values = values[:: max(len(values) // _VALUES_PER_TENSOR, 1)].cpu().contiguous()
+            values = values.to(precision or values.dtype)
             digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
 

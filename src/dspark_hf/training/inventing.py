@@ -44,6 +44,8 @@ def invented_prompts(
     Raises:
         `ValueError`: the target repeats itself, or the folder's prompts had other batches.
     """
+    if not count:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INVENTED
     path.touch()

@@ -1,11 +1,8 @@
 """`dspark-hf train config.yaml`: one file describes a training run."""
 
 import dataclasses
-import hashlib
 import json
 import time
-from array import array
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +16,25 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .. import __version__
 from .._files import write_json
+from ..evaluation.provenance import fingerprint
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import WarmStart, build_drafter, build_eagle3, frequent_tokens, warm_start
-from .collecting import FILES, PROVENANCE, changed_settings
+from .collecting import FILES, PROVENANCE
 from .data import DraftDataset, Example, MalformedRow, make_example, usable_rows
 from .feature_cache import FeatureCache, bytes_per_token
 from .host_arguments import check_host_arguments
 from .muon import MuonWithAdamW
 from .run_config import DFLASH_FIELDS, RunConfig
+from .run_folder import RESULT, check_target, finished_result, remember_run
 from .sources import open_source
 from .target_states import TargetReader
 from .trainer import DSparkTrainer, last_complete_checkpoint
 
-RESULT = "training_result.json"
 _OWN = "the target's own"
-# What the run in a folder is, written before its first step.
-STARTED_WITH = "training_config.json"
-# Fields of `TrainingArguments` that may change while a run goes on.
-_FREE = ("max_steps", "num_train_epochs", "report_to", "run_name", "disable_tqdm", "use_cpu")
-_FREE_PREFIXES = ("save_", "eval_", "logging_", "dataloader_num_", "log_", "project")
 
 
 def load_examples(
@@ -137,14 +129,15 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     block_size = config.drafter.get("block_size", 7)
     train, validation = load_examples(config, tokenizer, block_size, console)
-    _remember(config, train, validation)
-    if finished := _finished(config):
+    remember_run(config, train, validation)
+    if finished := finished_result(config):
         console.print(f"{config.output} is finished: {finished['steps']} steps. Nothing to do.")
         return finished
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=getattr(torch, config.dtype))
     target.to(arguments.device)
+    check_target(config, target)
     _check_against_target(arguments, target, train, validation)
-    facts = _card_facts(config, arguments, train)
+    facts = _card_facts(config, arguments, target, train)
     if (whose := facts.get("answers", _OWN)) != _OWN:
         console.print(
             f"The answers in {config.data} are {whose}; a drafter does best on its target's own.",
@@ -209,7 +202,7 @@ def _steps_of(trainer: DSparkTrainer) -> dict[str, int]:
 
 
 def _card_facts(
-    config: RunConfig, arguments: TrainingArguments, train: DraftDataset
+    config: RunConfig, arguments: TrainingArguments, target: PreTrainedModel, train: DraftDataset
 ) -> dict[str, Any]:
     """What a model card says about the training, by the words that stand in it."""
     facts: dict[str, Any] = {
@@ -229,12 +222,21 @@ def _card_facts(
     provenance = Path(config.data) / PROVENANCE
     if provenance.is_file():
         made = json.loads(provenance.read_text(encoding="utf-8"))
-        is_own = made.get("target") == config.target
-        facts["answers"] = _OWN if is_own else f"those of {_public_name(str(made.get('target')))}"
+        facts["answers"] = _whose(made, config, target)
         facts["temperatures of the answers"] = ", ".join(map(str, made.get("temperatures", ())))
         thinking = made.get("thinking")
         facts["thinking"] = "as the template has it" if thinking is None else thinking
     return facts
+
+
+def _whose(made: dict[str, Any], config: RunConfig, target: PreTrainedModel) -> str:
+    """Who wrote the answers, by the provenance of their folder."""
+    author, weights = str(made.get("target")), made.get("target_weights")
+    if author != config.target and weights is None:
+        return f"those of {_public_name(author)}"
+    if weights in (None, fingerprint(target, torch.bfloat16)):
+        return _OWN
+    return f"those of {_public_name(author)}, with other weights than the target's"
 
 
 def _public_name(source: str) -> str:
@@ -263,68 +265,9 @@ def _check_against_target(
         )
 
 
-def _remember(config: RunConfig, train: DraftDataset, validation: DraftDataset) -> None:
-    """
-    Note what the run in a folder is, so that another one does not go on from its checkpoints. Of
-    the host's arguments, how long the run is and what it reports and keeps may change: the host
-    restores the rest from a checkpoint, or mixes the two. Where nothing has been trained yet, a
-    corrected run file takes the place of the one that failed.
-    """
-    facts = dataclasses.asdict(config)
-    facts["trainer"] = {
-        k: v
-        for k, v in config.trainer.items()
-        if not k.startswith(_FREE_PREFIXES) and k not in _FREE
-    }
-    facts["examples"] = {
-        "train": len(train),
-        "validation": len(validation),
-        "sha256": _digest(train, validation),
-    }
-    path = Path(config.output) / STARTED_WITH
-    has_results = last_complete_checkpoint(config.output) or (Path(config.output) / RESULT).exists()
-    if path.exists() and has_results:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}), so nobody knows what its checkpoints are. Use "
-                "another output."
-            ) from error
-        if changes := changed_settings(found, facts):
-            raise ValueError(
-                f"{config.output} holds a run with other settings: {changes}. Use those settings "
-                "to go on, or another output (init_from starts it from this run's drafter)."
-            )
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, facts)
-
-
-def _digest(*datasets: DraftDataset) -> str:
-    """Of all tokens and masks, in their order: a resumed run finds its place by it."""
-    digest = hashlib.sha256()
-    for example in chain(*(dataset.examples for dataset in datasets)):
-        digest.update(array("q", example.input_ids).tobytes() + bytes(example.loss_mask))
-    return digest.hexdigest()[:16]
-
-
-def _finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of a run that was trained to its end with all of these settings."""
-    folder = Path(config.output)
-    if not ((folder / RESULT).is_file() and (folder / SAFE_WEIGHTS_NAME).is_file()):
-        return None
-    try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    except ValueError:
-        return None
-    is_same = result.get("config") == json.loads(json.dumps(dataclasses.asdict(config)))
-    return result if is_same else None
-
-
 def _is_confirmed(console: Console) -> bool:
     try:
-        return console.input("Write them? [y/N] ").strip().lower().startswith("y")
+        return console.input("Write them? [y/N] ", markup=False).strip().lower().startswith("y")
     except EOFError:
         return False
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
 
 from ..generation.checks import check_pairing
 from ..modeling_dspark import DSparkDrafter
@@ -45,7 +46,9 @@ class DSparkTrainer(Trainer):
             which stay as they are.
         target (`PreTrainedModel`): the model to draft for.
         args (`TrainingArguments`): of the host.
-        train_dataset, eval_dataset ([`DraftDataset`]): examples.
+        train_dataset, eval_dataset ([`DraftDataset`]):
+            Examples. Of the library `datasets`, streamed ones too; several sets for evaluation as a
+            `dict`.
         weights ([`ObjectiveWeights`], *optional*): of the loss terms of block drafters.
         num_anchors (`int`, *optional*):
             Most anchors per example and step, 512 by default. Eagle3 learns at every position.
@@ -69,7 +72,7 @@ class DSparkTrainer(Trainer):
         target: PreTrainedModel,
         args: TrainingArguments,
         train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
         weights: ObjectiveWeights | None = None,
         num_anchors: int | None = None,
         feature_caches: tuple[FeatureCache, FeatureCache | None] | None = None,
@@ -136,7 +139,7 @@ class DSparkTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """The host's; raises `ValueError` where it would end at once, with an untrained drafter."""
         loader = super().get_train_dataloader()
-        if len(loader) == 0:
+        if has_length(loader) and len(loader) == 0:
             raise ValueError(
                 f"The {len(loader.dataset)} training examples fill no batch of "
                 f"{self.args.train_batch_size}, and dataloader_drop_last leaves it out. Set one of "
@@ -195,6 +198,8 @@ class DSparkTrainer(Trainer):
         """The host would look for it at the first evaluation, with a `KeyError`."""
         slots = self.drafter.config.block_size
         known = ["loss", *self._figures(ObjectiveSums.unflatten(torch.zeros(4 + 4 * slots)))]
+        if isinstance(self.eval_dataset, dict):
+            known = [f"{name}_{figure}" for name in self.eval_dataset for figure in known]
         if wanted and wanted.removeprefix("eval_") not in known:
             raise ValueError(
                 f"metric_for_best_model is {wanted!r}; an evaluation here gives {', '.join(known)}."
@@ -211,9 +216,19 @@ class DSparkTrainer(Trainer):
         Terms, acceptance per slot and expected τ on the evaluation examples, at fixed anchors.
 
         Args:
-            eval_dataset ([`DraftDataset`], *optional*): other examples than the trainer's own.
+            eval_dataset ([`DraftDataset`] or a `dict` of them, *optional*):
+                Other examples than the trainer's own; of several sets each by itself.
             metric_key_prefix (`str`, *optional*, defaults to `"eval"`): of the names.
         """
+        several = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(several, dict):
+            return {
+                figure: value
+                for name, dataset in several.items()
+                for figure, value in self.evaluate(
+                    dataset, ignore_keys, f"{metric_key_prefix}_{name}"
+                ).items()
+            }
         # Stored states are found by the place in their own dataset.
         cache = self._caches[1] if eval_dataset is None else None
         model = self._wrap_model(self.model, training=False)
