@@ -426,6 +426,7 @@ def trained(family="dspark", **fields):
         ([trained("eagle3")], "family eagle3 there and dspark here"),
         ([trained(), trained()], "Several results say how"),
         ([{"drafters": [drafter_facts("x", make_eagle3())], "results": []}], "method Eagle3 there"),
+        ("out.json", "results is 'out.json'; give a list"),
         ([{"loss": 1}], "holds neither an evaluation nor a bench nor a training run, but loss"),
     ],
 )

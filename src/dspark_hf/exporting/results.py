@@ -43,10 +43,13 @@ def read_results(
             trained.
     """
     results: list[Result] = []
+    if isinstance(sources, str | os.PathLike | Mapping):
+        raise ValueError(f"results is {sources!r}; give a list, also of one.")
     for number, source in enumerate(sources, start=1):
-        is_read = isinstance(source, Mapping)
-        result: Result = source if isinstance(source, Mapping) else read_result(source)
-        name = f"result {number}" if is_read else str(source)
+        if isinstance(source, Mapping):
+            name, result = f"result {number}", source
+        else:
+            name, result = str(source), read_result(source)
         if not {"training", "results", "sets"} & set(result):
             raise ValueError(
                 f"{name} holds neither an evaluation nor a bench nor a training run, but "
@@ -65,21 +68,20 @@ def _check_trained(result: Result, config: DrafterConfig, name: str) -> None:
     if "training" not in result or not isinstance(run, Mapping):
         return
     fields, family = dict(run.get("drafter") or {}), run.get("family", "dspark")
+    families = ["dspark"]
+    if config.model_type != "dspark":
+        families = ["eagle3"]
+    elif not (config.markov_head_type or config.confidence_head):
+        families = ["dspark", "dflash"]
+    if family not in families:
+        _compare({"family": family}, {"family": families[-1]}, name)
     own = {
         "block_size": config.block_size,
         "num_layers": config.backbone_config.num_hidden_layers,
         "draft_vocab_size": config.draft_vocab_size,
         "markov_rank": getattr(config, "markov_rank", None),
     }
-    is_headless = not (
-        getattr(config, "markov_head_type", None) or getattr(config, "confidence_head", False)
-    )
-    families = ("dspark", "dflash") if is_headless else ("dspark",)
-    families = families if config.model_type == "dspark" else ("eagle3",)
-    found = {name: fields[name] for name in own if name in fields}
-    if family not in families:
-        found, own = {"family": family}, {"family": families[-1]}
-    _compare(found, own, name)
+    _compare({k: fields[k] for k in own if k in fields}, own, name)
 
 
 def _check_evaluated(result: Result, config: DrafterConfig, name: str) -> None:
