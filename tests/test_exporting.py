@@ -363,84 +363,89 @@ def test_serving_commands():
     assert serve_commands(dspark, "dspark", "o/d", "o/t") == []
 
 
-BENCH = {
-    "machine": {"processor": "a CPU", "dtype": "bfloat16"},
-    "temperature": 0.0,
-    "sets": [{"name": "chat", "accepted_length": 2.345, "drafter_speedup": 1.5}],
-    "total": {"accepted_length": 2.5, "drafter_speedup": 1.25},
-}
-EVALUATION = {
-    "settings": {"processor": "a CPU", "dtype": "float32"},
-    "drafters": [],
-    "results": [
-        {
-            "drafter": "mine",
-            "temperature": 1.0,
-            "sets": [{"name": "chat", "accepted_length": 2.345, "speedup": 1.5}],
-            "macro": {"accepted_length": 2.5, "speedup": 1.25},
-        }
-    ],
-    "training": {"prompts": 1200, "thinking": "off"},
+FIGURES = {
+    "sets": [{"name": "chat", "accepted_length": 2.345, "speedup": 1.5}],
+    "macro": {"accepted_length": 2.5, "speedup": 1.25},
 }
 
 
-@pytest.mark.parametrize(
-    ("result", "drafter", "temperature"),
-    [(BENCH, "this drafter", "0"), (EVALUATION, "mine", "1")],
-    ids=["bench", "evaluate"],
-)
-def test_figures_of_a_card_are_those_of_its_result_file(tmp_path, result, drafter, temperature):
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(result), encoding="utf-8")
-    export_drafter(make_drafter(), tmp_path / "out", "deepspec", target_name=NAME, results=[path])
-    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert f"| {drafter} | {temperature} | chat | 2.35 | 1.50 |" in text or (
-        f"| {drafter} | {temperature} | chat | 2.34 | 1.50 |" in text
-    )
-    assert f"| {drafter} | {temperature} | all | 2.50 | 1.25 |" in text
-    assert "processor a CPU" in text
-    assert ("| prompts | 1200 |" in text) == ("training" in result)
+def bench(drafter):
+    """What `dspark-hf bench` writes, in short."""
+    return {
+        "machine": {"processor": "a CPU", "dtype": "bfloat16"},
+        "drafters": [drafter_facts("mine", drafter)],
+        "temperature": 0.0,
+        "sets": [{"name": "chat", "accepted_length": 2.345, "drafter_speedup": 1.5}],
+        "total": {"accepted_length": 2.5, "drafter_speedup": 1.25},
+    }
+
+
+def evaluation(drafter, temperature=1.0, other=None):
+    """What `dspark-hf evaluate` writes, in short, of the drafter beside another one."""
+    other = other or make_eagle3()
+    worse = {"drafter": "other", "temperature": 0.5, "sets": [], "macro": {"accepted_length": 9.0}}
+    return {
+        "settings": {"processor": "a CPU", "dtype": "float32"},
+        "drafters": [drafter_facts("mine", drafter), drafter_facts("other", other)],
+        "results": [{"drafter": "mine", "temperature": temperature, **FIGURES}, worse],
+    }
+
+
+def trained(drafter):
+    """What a training run writes, in short."""
+    return {"drafters": [drafter_facts("out", drafter)], "training": {"prompts": 1200}}
 
 
 def test_a_card_has_the_figures_of_all_of_its_results(tmp_path):
-    other = {**EVALUATION, "results": [{**EVALUATION["results"][0], "temperature": 0.0}]}
-    del other["training"]
-    results = [EVALUATION, other, BENCH]
-    export_drafter(make_drafter(), tmp_path / "out", "dspark", results=results)
+    """From files and objects; of an evaluation of several drafters, its own rows."""
+    drafter = make_drafter()
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(bench(drafter)), encoding="utf-8")
+    results = [path, evaluation(drafter), evaluation(drafter, 0.7), trained(drafter)]
+    export_drafter(drafter, tmp_path / "out", "deepspec", target_name=NAME, results=results)
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    for row in ("mine | 1", "mine | 0", "this drafter | 0"):
-        assert text.count(f"| {row} | all | 2.50 | 1.25 |") == 1, row
-    assert text.count("Measured with: ") == 3
+    for temperature in ("0", "1", "0.7"):
+        assert text.count(f"| {temperature} | all | 2.50 | 1.25 |") == 1
+        assert f"| {temperature} | chat | 2.35 | 1.50 |" in text or (
+            f"| {temperature} | chat | 2.34 | 1.50 |" in text
+        )
+    assert "9.00" not in text
+    assert text.count("Measured with: ") == text.count("processor a CPU") == 3
     assert "| prompts | 1200 |" in text
+    export_drafter(drafter, tmp_path / "bare", "dspark", results=[trained(drafter)])
+    text = (tmp_path / "bare" / "README.md").read_text(encoding="utf-8")
+    assert "has no evaluation in it" in text
 
 
-def trained(family="dspark", **fields):
-    return {"config": {"family": family, "drafter": fields}, "training": {"prompts": 1}}
+def moved(drafter):
+    """The same after more training."""
+    with torch.no_grad():
+        drafter.fc.weight *= 1.5
+    return drafter
 
 
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([trained("dflash")], "result 1 is of another drafter: family dflash there and dspark"),
-        ([trained(block_size=9)], "another drafter: block_size 9 there and 4 here"),
-        ([trained("eagle3")], "family eagle3 there and dspark here"),
-        ([trained(), trained()], "Several results say how"),
-        ([{"drafters": [drafter_facts("x", make_eagle3())], "results": []}], "method Eagle3 there"),
-        ("out.json", "results is 'out.json'; give a list"),
-        ([{"loss": 1}], "holds neither an evaluation nor a bench nor a training run, but loss"),
+        (lambda d: [trained(make_drafter(seed=2))], r"result 1 is not of this drafter: .* \(out\)"),
+        (lambda d: [trained(d), evaluation(make_drafter(seed=2))], r"\(mine\), .* \(other\)"),
+        (lambda d: [bench(moved(make_drafter()))], "is not of this drafter"),
+        (lambda d: [{"sets": []}], "those of the result not noted"),
+        (lambda d: [trained(d), trained(d)], "Several results say how"),
+        (lambda d: "out.json", "results is 'out.json'; give a list"),
+        (lambda d: [{"loss": 1}], "neither an evaluation nor a bench nor a training run, but loss"),
     ],
 )
 def test_results_that_are_not_the_drafters(tmp_path, results, message):
+    drafter = make_drafter()
     with pytest.raises(ValueError, match=message):
-        export_drafter(make_drafter(), tmp_path / "out", "dspark", results=results)
+        export_drafter(drafter, tmp_path / "out", "dspark", results=results(drafter))
     assert not (tmp_path / "out").exists()
 
 
 def test_results_of_the_drafter_in_another_precision(tmp_path):
     drafter = make_drafter()
-    facts = [drafter_facts("x", make_eagle3()), drafter_facts("y", drafter)]
-    results = [{**EVALUATION, "drafters": facts}, trained(block_size=4)]
-    del results[0]["training"]
+    results = [evaluation(drafter)]
     export_drafter(drafter.bfloat16(), tmp_path / "out", "dspark", results=results)
 
 

@@ -157,6 +157,7 @@ def test_matrices_that_the_target_lends(tmp_path, layout):
         ("deepspec", make_llama, {}, r"llama layers .*3 taps \(DeepSpec's Eagle3 has 5\)"),
         ("deepspec", make_eagle3, {"draft_vocab_size": 40}, "a reduced draft vocabulary"),
         ("deepspec", make_eagle3, {"recycles_normed_output": True}, "output that is recycled"),
+        ("deepspec", make_eagle3, {"taps": (-1, 0, 1, 2, 3)}, "a tap of the embedding"),
     ],
 )
 def test_what_cannot_be_said_is_refused(tmp_path, layout, make, options, message):

@@ -1,5 +1,6 @@
 """`dspark-hf evaluate` and `dspark-hf sweep`, and what they write."""
 
+import io
 import json
 
 import pytest
@@ -150,7 +151,7 @@ def test_an_interrupt_says_how_to_continue(files, monkeypatch):
 
     monkeypatch.setattr(running, "timed_generate", interrupt)
     printed = evaluate(files, drafters=["first"], output="interrupted", code=130)
-    assert "the same command continues" in printed.replace("\n", " ")
+    assert "the same command continues" in " ".join(printed.split())
     monkeypatch.setattr(running, "timed_generate", timed)
     evaluate(files, "--no-plain", drafters=["first"], output="interrupted")
     lines = (files / "interrupted" / "records.jsonl").read_text().splitlines()
@@ -190,11 +191,12 @@ def test_drafters_are_named_by_what_tells_them_apart():
         evaluating.short_names(["a/x", "a/x"])
 
 
-def sweep_results(layers, tau, temperature=1.0, sets=("gsm8k", "mbpp"), fingerprint="f", gamma=7):
+def sweep_results(layers, tau, temperature=1.0, sets=("gsm8k", "mbpp"), gamma=7, **settings):
     drafter = {"name": "d", "method": "DSpark", "num_layers": layers, "block_size": gamma}
+    same = {"max_new_tokens": 64, "confidence_threshold": 0.0, "thinking": False}
     rows = [{"name": name, "accepted_length": tau + i} for i, name in enumerate(sets)]
     return {
-        "settings": {"target": "T", "target_fingerprint": fingerprint},
+        "settings": {"target": "T", "target_fingerprint": "f", **same, **settings},
         "drafters": [drafter],
         "results": [{"drafter": "d", "temperature": temperature, "sets": rows}],
     }
@@ -215,10 +217,23 @@ def test_a_sweep_is_a_line_per_method_over_several_results(tmp_path):
     assert output.read_bytes().startswith(PNG)
 
 
+def test_four_methods_have_room_in_the_legend_of_one_panel():
+    many = [sweep_results(1, 3.0, sets=("own",)) for _ in range(4)]
+    for result, head in zip(many, ("vanilla", "gated", "rnn", "none"), strict=True):
+        result["drafters"][0]["method"] = f"DSpark ({head})"
+    figure = sweep_figure(many, "layers", 1.0)
+    figure.savefig(io.BytesIO())
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
 @pytest.mark.parametrize(
     ("other", "temperature", "message"),
     [
-        (sweep_results(2, 3, fingerprint="g"), 1.0, "different targets"),
+        (sweep_results(2, 3, target_fingerprint="g"), 1.0, "different targets"),
+        (sweep_results(2, 3, max_new_tokens=5), 1.0, r"different max_new_tokens \(5, 64\)"),
+        (sweep_results(2, 3, confidence_threshold=0.7), 1.0, "different confidence_threshold"),
         (sweep_results(2, 3, sets=("gsm8k",)), 1.0, "different sets"),
         (sweep_results(2, 3), 0.5, "nothing at temperature 0.5"),
         (sweep_results(None, 3), 1.0, "not known"),

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from dspark_hf import DSparkDrafter
+from dspark_hf import DSparkDrafter, export_drafter
 from dspark_hf.cli import app
 from dspark_hf.cli.app import main
 from dspark_hf.training import run as run_module
@@ -247,6 +247,12 @@ def test_a_run_goes_on_where_it_was_moved_to_and_not_for_another_target(world, t
     fields = {"target": str(target), "trainer": {**steps, "max_steps": 2}}
     train(world, tmp_path / "out", **fields)
     (tmp_path / "out").rename(tmp_path / "moved")
+    for name in (RESULT, STARTED_WITH):
+        # From before there was a choice of optimisers.
+        path = tmp_path / "moved" / name
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        (facts["config"] if name == RESULT else facts).pop("muon")
+        path.write_text(json.dumps(facts), encoding="utf-8")
     _, text = train(world, tmp_path / "moved", **fields)
     assert "is finished: 2 steps" in text
     # Fine-tuned where it lies.
@@ -256,6 +262,8 @@ def test_a_run_goes_on_where_it_was_moved_to_and_not_for_another_target(world, t
     shutil.copytree(world / "target", target, dirs_exist_ok=True)
     result, text = train(world, tmp_path / "moved", **{**fields, "trainer": steps})
     assert (result["steps"], result["training"]["answers"]) == (3, "the target's own")
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "moved")
+    export_drafter(drafter, tmp_path / "served", "dspark", results=[result])
 
 
 def test_a_finished_run_without_checkpoints_does_not_begin_anew(world, tmp_path):

@@ -191,3 +191,14 @@ def test_memory_over_the_vocabulary_does_not_grow_with_the_rows():
     kept, largest = vocabulary_sized_tensors_kept(1024, lambda arguments: naive(**arguments))
     assert kept > 1024 * VOCAB
     assert largest >= 1024 * VOCAB
+
+
+def test_autocast_leaves_the_sums_over_the_vocabulary_in_float32():
+    """Gradients of a row's logits add up to nothing; a column of ones in the head shows it."""
+    arguments = problem(rows=200)
+    arguments["head"].weight[:, 0] = 1
+    with torch.autocast("cpu", torch.bfloat16):
+        result = vocabulary_loss(**arguments, ce_weight=0.0, tv_weight=1.0)
+    (gradient,) = torch.autograd.grad(result.loss, [arguments["hidden"]])
+    per_row = (gradient / arguments["weights"][:, None]).abs().mean(dim=0)
+    assert per_row[0] < 5e-4 < 5e-2 < per_row[1]

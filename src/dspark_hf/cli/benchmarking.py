@@ -18,6 +18,7 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
+from ..evaluation.provenance import drafter_facts
 from ..generation.statistics import Statistics, collect_statistics
 from ..generation.v4_cache import make_rewindable
 from ..losslessness import greedy_gaps
@@ -72,6 +73,7 @@ def run_bench(
     return {
         "target": target,
         "drafter": drafter,
+        "drafters": [drafter_facts(drafter, pair.drafter)],
         "machine": machine_facts(pair),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

@@ -196,6 +196,13 @@ def _sweep_points(
     if len(targets) > 1:
         names = sorted({result["settings"]["target"] for result in results})
         raise ValueError(f"The results are of different targets ({', '.join(names)}).")
+    for name in ("max_new_tokens", "confidence_threshold", "thinking"):
+        values = sorted({str(result["settings"][name]) for result in results})
+        if len(values) > 1:
+            raise ValueError(
+                f"The results were measured with different {name} ({', '.join(values)}), so their "
+                "accepted lengths do not compare."
+            )
     points = []
     for result in results:
         facts = {drafter["name"]: drafter for drafter in result["drafters"]}
@@ -268,6 +275,6 @@ def _finish(figure: "Figure", axes: Sequence["Axes"], title: str, with_legend: b
     figure.suptitle(title, fontsize=12)
     if with_legend:
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False
-        )
+        # As many as stand beside each other without being cut off.
+        columns = min(len(labels), 4 if len(axes) > 1 else 2)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)

@@ -92,6 +92,11 @@ def fingerprint(model: Any, precision: torch.dtype | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
+def weights_of(model: Any) -> str:
+    """[`fingerprint`] of a checkpoint, in whatever precision it was loaded."""
+    return fingerprint(model, torch.bfloat16)
+
+
 def text_digest(text: str) -> str:
     """Twelve hex digits that tell one prompt from another."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -104,7 +109,7 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     `id` identifies what it answers with: its weights, what its config says of their use, and those
     of its generation fields that an evaluation does not overrule. The same folder after more
     training is another drafter; one that was only saved again, elsewhere or by another version, is
-    not.
+    not. `weights` is about the weights alone, in whatever precision they were loaded.
     """
     config = drafter.config.to_dict()
     settings = {field: getattr(drafter.generation_config, field, None) for field in _KEPT_FIELDS}
@@ -113,6 +118,7 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     return {
         "name": name,
         "id": text_digest(f"{fingerprint(drafter)} {identity}"),
+        "weights": weights_of(drafter),
         "method": method_of(drafter.config),
         "block_size": drafter.config.block_size,
         "num_layers": backbone.get("num_hidden_layers"),

@@ -241,7 +241,6 @@ def _figures_of(result: Result) -> str | None:
             speedup = figures.get("speedup", figures.get("drafter_speedup"))
             rows.append(
                 [
-                    str(run.get("drafter", "this drafter")),
                     f"{temperature:g}" if isinstance(temperature, int | float) else UNKNOWN,
                     str(figures.get("name", UNKNOWN)),
                     _number(figures.get("accepted_length")),
@@ -249,7 +248,7 @@ def _figures_of(result: Result) -> str | None:
                 ]
             )
     facts = ", ".join(f"{key} {value}" for key, value in sorted(setting.items()))
-    header = ["drafter", "temperature", "set", "accepted length τ", "speed-up over plain"]
+    header = ["temperature", "set", "accepted length τ", "speed-up over plain"]
     return f"{_table(header, rows)}\n\nMeasured with: {facts or UNKNOWN}."
 
 

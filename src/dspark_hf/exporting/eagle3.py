@@ -87,6 +87,9 @@ def deepspec_eagle3_config(drafter: Eagle3Drafter, target: Target) -> dict[str, 
             f"{len(config.target_layer_ids)} taps (DeepSpec's Eagle3 has {_DEEPSPEC_TAPS})": (
                 len(config.target_layer_ids) != _DEEPSPEC_TAPS
             ),
+            "a tap of the embedding (DeepSpec's own data keep layer outputs)": (
+                min(config.target_layer_ids) < 0
+            ),
             "a norm in front of the context projection": config.feature_norm is not None,
             "a residual that starts from the normed state": config.norm_before_residual,
             "a normed output that is recycled": config.recycles_normed_output,

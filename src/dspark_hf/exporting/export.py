@@ -79,7 +79,7 @@ def export_drafter(
         The folder.
 
     Raises:
-        `ValueError`: unknown layout, another target, results of another drafter, or a drafter that
+        `ValueError`: unknown layout, another target, results of other weights, or a drafter that
             the layout cannot express.
         `OSError`: writing or uploading failed.
     """
@@ -100,7 +100,7 @@ def export_drafter(
         )
     if target is not None:
         check_pairing(target, drafter)
-    facts = read_results(results, drafter.config)
+    facts = read_results(results, drafter)
     lender = _target(target, target_name)
     folder = Path(directory)
     with save_atomically(folder) as temporary:

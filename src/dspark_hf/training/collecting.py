@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._files import write_json
 from .._jsonl import MalformedRow, append_line, drop_torn_line, parse_row, read_lines
-from ..evaluation.provenance import fingerprint
+from ..evaluation.provenance import weights_of
 from .answers import SamplingOptions, converse, stop_token_ids
 from .data import messages_of, usable_rows
 from .sources import DatasetRows
@@ -206,7 +206,7 @@ def _facts(
         "sources": sources,
         "batch_size": batch_size,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "target_weights": fingerprint(target, torch.bfloat16),
+        "target_weights": weights_of(target),
         "stop_token_ids": sorted(stop_token_ids(target, tokenizer)),
         "generation_config": {k: v for k, v in own.items() if k not in _WITHOUT_EFFECT},
         "chat_template_sha256": hashlib.sha256(template).hexdigest(),

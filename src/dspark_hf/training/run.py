@@ -19,7 +19,7 @@ from transformers import (
 
 from .. import __version__
 from .._files import write_json
-from ..evaluation.provenance import fingerprint
+from ..evaluation.provenance import drafter_facts, weights_of
 from ..modeling_dspark import DSparkDrafter
 from ..modeling_eagle3 import Eagle3Drafter
 from .build import WarmStart, build_drafter, build_eagle3, frequent_tokens, warm_start
@@ -189,6 +189,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     }
     if trainer.is_world_process_zero():
         drafter.to(getattr(torch, config.dtype)).save_pretrained(config.output)
+        result["drafters"] = [drafter_facts(_public_name(config.output), drafter)]
         write_json(Path(config.output) / RESULT, result)
     return result
 
@@ -234,7 +235,7 @@ def _whose(made: dict[str, Any], config: RunConfig, target: PreTrainedModel) -> 
     author, weights = str(made.get("target")), made.get("target_weights")
     if author != config.target and weights is None:
         return f"those of {_public_name(author)}"
-    if weights in (None, fingerprint(target, torch.bfloat16)):
+    if weights in (None, weights_of(target)):
         return _OWN
     return f"those of {_public_name(author)}, with other weights than the target's"
 

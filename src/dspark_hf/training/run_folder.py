@@ -8,12 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .._files import write_json
-from ..evaluation.provenance import fingerprint
+from ..evaluation.provenance import weights_of
 from .collecting import changed_settings
 from .data import DraftDataset
 from .run_config import RunConfig
@@ -25,6 +24,10 @@ STARTED_WITH = "training_config.json"
 # Fields of `TrainingArguments` that may change while a run goes on.
 _FREE = ("max_steps", "num_train_epochs", "report_to", "run_name", "disable_tqdm", "use_cpu")
 _FREE_PREFIXES = ("save_", "eval_", "logging_", "dataloader_num_", "log_", "project")
+# What runs that began before a key existed were made with.
+_DEFAULTS = {
+    f.name: f.default for f in dataclasses.fields(RunConfig) if f.default is not dataclasses.MISSING
+}
 
 
 def remember_run(config: RunConfig, train: DraftDataset, validation: DraftDataset) -> None:
@@ -49,7 +52,7 @@ def remember_run(config: RunConfig, train: DraftDataset, validation: DraftDatase
     }
     path = Path(config.output) / STARTED_WITH
     if last_complete_checkpoint(config.output) or (Path(config.output) / RESULT).exists():
-        found = _started_with(path)
+        found = _DEFAULTS | _started_with(path)
         if changes := changed_settings(found, facts):
             raise ValueError(
                 f"{config.output} holds a run with other settings: {changes}. Use those settings "
@@ -76,7 +79,7 @@ def check_target(config: RunConfig, target: PreTrainedModel) -> None:
     changed where they lie.
     """
     path = Path(config.output) / STARTED_WITH
-    found, weights = _started_with(path), fingerprint(target, torch.bfloat16)
+    found, weights = _started_with(path), weights_of(target)
     if found.setdefault("target_weights", weights) != weights:
         raise ValueError(
             f"{config.target} holds other weights now than when {config.output} was started. Train "
@@ -104,4 +107,4 @@ def finished_result(config: RunConfig) -> dict[str, Any] | None:
         return None
     here = {"output": None}
     own = json.loads(json.dumps(dataclasses.asdict(config))) | here
-    return result if {**result.get("config", {}), **here} == own else None
+    return result if _DEFAULTS | result.get("config", {}) | here == own else None

@@ -187,7 +187,8 @@ class _ChunkedLoss(torch.autograd.Function):
             sign = difference.sign_()
             slope = (tv_weight * w)[:, None]
             pull = (ce_weight * w * has_label)[:, None]
-            level = pull - slope * torch.linalg.vecdot(q, sign)[:, None]
+            # Not by a dot product: autocast would compute it in half precision.
+            level = pull - slope * (q * sign).sum(dim=-1, keepdim=True)
             grad = torch.addcmul(level, slope, sign).mul_(q)
             grad.scatter_add_(1, label, -pull)
             if latents is not None:
