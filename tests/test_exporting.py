@@ -430,6 +430,10 @@ def moved(drafter):
         (lambda d: [trained(make_drafter(seed=2))], r"result 1 is not of this drafter: .* \(out\)"),
         (lambda d: [trained(d), evaluation(make_drafter(seed=2))], r"\(mine\), .* \(other\)"),
         (lambda d: [bench(moved(make_drafter()))], "is not of this drafter"),
+        (
+            lambda d: [{**bench(moved(make_drafter())), "machine": {"dtype": "float16"}}],
+            "measured in float16, which rounds",
+        ),
         (lambda d: [{"sets": []}], "those of the result not noted"),
         (lambda d: [trained(d), trained(d)], "Several results say how"),
         (lambda d: "out.json", "results is 'out.json'; give a list"),

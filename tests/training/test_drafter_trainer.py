@@ -8,6 +8,7 @@ from dataclasses import asdict
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import TrainerCallback
 
 from dspark_hf import DSparkDrafter
@@ -185,10 +186,14 @@ def test_evaluation_between_steps_does_not_change_training(tmp_path):
     assert sum("eval_expected_tau" in entry for entry in evaluated.state.log_history) == 4
 
 
-def test_several_sets_are_evaluated_each_by_itself(tmp_path):
+@pytest.mark.parametrize("stay", [False, True])
+def test_several_sets_are_evaluated_each_by_itself(tmp_path, stay):
+    """Also with workers that stay, whose loaders the host keeps."""
     one, other = make_examples(3), make_examples(3, seed=4)
-    trainer = make_trainer(tmp_path, validation={"a": one, "b": other})
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True} if stay else {}
+    trainer = make_trainer(tmp_path, validation={"a": one, "b": other}, **workers)
     found = trainer.evaluate()
+    assert trainer.evaluate(trainer.eval_dataset) == found
     for name, examples in (("a", one), ("b", other)):
         alone = trainer.evaluate(examples)
         assert found[f"eval_{name}_loss"] == alone["eval_loss"]
@@ -252,6 +257,19 @@ def test_metrics_of_the_run_are_numbers(tmp_path, confidence):
     assert all(math.isfinite(value) for entry in entries for value in entry.values())
     assert ("confidence_error" in entries[0]) == ("eval_confidence_error" in entries[-1])
     assert ("confidence_error" in entries[0]) == confidence
+
+
+def test_streams_are_not_dealt_out_to_several_processes(tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_list([asdict(x) for x in make_examples().examples])
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    for sets in (
+        {"train": rows.to_iterable_dataset()},
+        {"validation": rows.to_iterable_dataset()},
+        {"validation": {"a": rows, "b": rows.to_iterable_dataset()}},
+    ):
+        with pytest.raises(ValueError, match=r"dealt out evenly to 2 processes\. Load its rows"):
+            make_trainer(tmp_path, max_steps=1, **sets)
+    make_trainer(tmp_path, train=rows, validation=rows)
 
 
 def test_a_drafter_of_another_target_is_refused(tmp_path):

@@ -140,6 +140,11 @@ def test_the_card_says_whose_answers_and_which_steps(world, tmp_path):
     assert (facts["steps"], facts["steps of the weights kept (the best)"]) == (2, 1)
     kept = DSparkDrafter.from_pretrained(tmp_path / "out" / "checkpoint-1")
     assert_same_weights(kept, DSparkDrafter.from_pretrained(tmp_path / "out"))
+    # In half precision a target has other values; nobody else wrote its answers.
+    rounded = {**made, "dtype": "float16", "target_weights": "c0ffee"}
+    (data / "provenance.json").write_text(json.dumps(rounded), encoding="utf-8")
+    result, _ = train(world, tmp_path / "other", data=str(data))
+    assert result["training"]["answers"] == "the target's own"
 
 
 def test_more_steps_go_on_from_a_finished_run(world, tmp_path):
@@ -233,9 +238,10 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
         remember_run(config, make_examples(2), data[1])
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 3, .* now"):
         remember_run(config, make_examples(3, seed=1), data[1])
-    (folder / STARTED_WITH).write_text("{")
-    with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
-        train(world, folder)
+    for text in ("{", "[1]"):
+        (folder / STARTED_WITH).write_text(text)
+        with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
+            train(world, folder)
     (folder / STARTED_WITH).unlink()
     with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):
         train(world, folder)
@@ -257,8 +263,9 @@ def test_a_run_goes_on_where_it_was_moved_to_and_not_for_another_target(world, t
     assert "is finished: 2 steps" in text
     # Fine-tuned where it lies.
     make_target(vocab_size=80, seed=5).save_pretrained(target)
-    with pytest.raises(ValueError, match="holds other weights now than when"):
-        train(world, tmp_path / "moved", **{**fields, "trainer": steps})
+    for now in (fields, {**fields, "trainer": steps}):
+        with pytest.raises(ValueError, match="holds other weights now than when"):
+            train(world, tmp_path / "moved", **now)
     shutil.copytree(world / "target", target, dirs_exist_ok=True)
     result, text = train(world, tmp_path / "moved", **{**fields, "trainer": steps})
     assert (result["steps"], result["training"]["answers"]) == (3, "the target's own")

@@ -195,7 +195,10 @@ def _sweep_points(
     targets = {result["settings"]["target_fingerprint"] for result in results}
     if len(targets) > 1:
         names = sorted({result["settings"]["target"] for result in results})
-        raise ValueError(f"The results are of different targets ({', '.join(names)}).")
+        raise ValueError(
+            f"The results are of different targets, or of one in several precisions "
+            f"({', '.join(names)})."
+        )
     for name in ("max_new_tokens", "confidence_threshold", "thinking"):
         values = sorted({str(result["settings"][name]) for result in results})
         if len(values) > 1:

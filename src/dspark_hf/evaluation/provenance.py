@@ -93,7 +93,10 @@ def fingerprint(model: Any, precision: torch.dtype | None = None) -> str:
 
 
 def weights_of(model: Any) -> str:
-    """[`fingerprint`] of a checkpoint, in whatever precision it was loaded."""
+    """
+    [`fingerprint`] of a checkpoint, loaded in float32 or bfloat16. Loaded in float16 it holds other
+    values, unless it was saved so.
+    """
     return fingerprint(model, torch.bfloat16)
 
 
@@ -109,7 +112,7 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     `id` identifies what it answers with: its weights, what its config says of their use, and those
     of its generation fields that an evaluation does not overrule. The same folder after more
     training is another drafter; one that was only saved again, elsewhere or by another version, is
-    not. `weights` is about the weights alone, in whatever precision they were loaded.
+    not. `weights` is about the weights alone, see [`weights_of`].
     """
     config = drafter.config.to_dict()
     settings = {field: getattr(drafter.generation_config, field, None) for field in _KEPT_FIELDS}

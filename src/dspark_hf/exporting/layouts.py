@@ -256,7 +256,7 @@ def layout_tensors(drafter: DrafterModel, layout: str, target: Target) -> dict[s
     if ids is not None and HEAD not in tensors:
         raise ValueError(
             "The drafter has a reduced vocabulary and shares the target's head. Engines need its "
-            "rows in the file: pass the target."
+            "rows in the file: pass the target (`--copy-from`)."
         )
     if ids is not None:
         # Offsets, and a membership list, over ascending ids.

@@ -11,6 +11,11 @@ from ..modeling_drafter import DrafterModel
 
 Result = Mapping[str, Any]
 
+_FLOAT16 = (
+    " (It was measured in float16, which rounds the weights of other files to other values: "
+    "measure in float32 or bfloat16.)"
+)
+
 
 def read_result(path: str | os.PathLike) -> dict[str, Any]:
     """
@@ -58,10 +63,13 @@ def read_results(
             )
         found = {facts.get("name"): facts.get("weights") for facts in result.get("drafters", ())}
         if weights not in found.values():
+            measured = result.get("settings") or result.get("machine") or {}
             raise ValueError(
                 f"{name} is not of this drafter: its weights are {weights}, those of the result "
                 f"{', '.join(f'{value} ({key})' for key, value in found.items()) or 'not noted'}. "
                 "Give results that were measured with these weights, or none."
+                + _FLOAT16
+                * (measured.get("dtype") == "float16")
             )
         if isinstance(runs := result.get("results"), list):
             own = [run for run in runs if found.get(run.get("drafter")) == weights]

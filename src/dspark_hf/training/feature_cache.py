@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from .._files import replacing
+from ..evaluation.provenance import weights_of
 from .data import DraftDataset
 from .objective import TargetStates
 from .target_states import TargetReader
@@ -48,7 +48,7 @@ class FeatureCache:
         self.dataset = dataset
         target = reader.target
         identity = f"{target.dtype} {reader.layer_ids} {reader.with_normaliser}"
-        self._identity = f"{identity} {_fingerprint(target)}"
+        self._identity = f"{identity} {weights_of(target)}"
 
     def fill(self, progress: Callable | None = tqdm) -> None:
         """
@@ -94,12 +94,3 @@ class FeatureCache:
         ids = self.dataset[index]["input_ids"]
         key = hashlib.sha256(f"{self._identity} {ids}".encode()).hexdigest()[:24]
         return self.folder / f"{key}.safetensors"
-
-
-@torch.no_grad()
-def _fingerprint(target: nn.Module) -> str:
-    """Tells targets apart that share a name: the first values of all of their weights."""
-    digest = hashlib.sha256()
-    for name, weight in target.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.flatten()[:16].tolist()}".encode())
-    return digest.hexdigest()

@@ -130,12 +130,12 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
     block_size = config.drafter.get("block_size", 7)
     train, validation = load_examples(config, tokenizer, block_size, console)
     remember_run(config, train, validation)
-    if finished := finished_result(config):
-        console.print(f"{config.output} is finished: {finished['steps']} steps. Nothing to do.")
-        return finished
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=getattr(torch, config.dtype))
     target.to(arguments.device)
     check_target(config, target)
+    if finished := finished_result(config):
+        console.print(f"{config.output} is finished: {finished['steps']} steps. Nothing to do.")
+        return finished
     _check_against_target(arguments, target, train, validation)
     facts = _card_facts(config, arguments, target, train)
     if (whose := facts.get("answers", _OWN)) != _OWN:
@@ -233,6 +233,9 @@ def _card_facts(
 def _whose(made: dict[str, Any], config: RunConfig, target: PreTrainedModel) -> str:
     """Who wrote the answers, by the provenance of their folder."""
     author, weights = str(made.get("target")), made.get("target_weights")
+    if made.get("dtype") != config.dtype and "float16" in (made.get("dtype"), config.dtype):
+        # Rounded to other values.
+        weights = None
     if author != config.target and weights is None:
         return f"those of {_public_name(author)}"
     if weights in (None, weights_of(target)):

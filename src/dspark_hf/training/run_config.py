@@ -24,6 +24,8 @@ DFLASH_FIELDS = {"markov_head_type": None, "confidence_head": False}
 # Of the config of Qwen3 layers: what the builders have a name of their own for, or the target says.
 _NOT_LAYER_FIELDS = {"num_hidden_layers", "vocab_size", "model_type", "transformers_version"}
 
+_NOT_WITH_MUON = {"optim", "optim_args", "optim_target_modules", "fsdp"}
+
 
 @dataclass
 class RunConfig:
@@ -117,7 +119,9 @@ class RunConfig:
         self.objective = read_numbers("objective", self.objective, get_type_hints(ObjectiveWeights))
         self.trainer = read_numbers("trainer", self.trainer, get_type_hints(TrainingArguments))
         _check_trainer(self.trainer)
-        if self.muon and (other := {"optim", "optim_args", "fsdp"} & set(self.trainer)):
+        if self.muon and (
+            other := {"optim", "optim_args", "optim_target_modules", "fsdp"} & set(self.trainer)
+        ):
             raise ValueError(
                 f"muon is an optimiser of its own, over whole matrices, and trainer has "
                 f"{', '.join(sorted(other))}. Leave one of them out."

@@ -65,8 +65,8 @@ def remember_run(config: RunConfig, train: DraftDataset, validation: DraftDatase
 
 def _started_with(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}), so nobody knows what the checkpoints beside it are. "
             "Use another output."
@@ -80,12 +80,13 @@ def check_target(config: RunConfig, target: PreTrainedModel) -> None:
     """
     path = Path(config.output) / STARTED_WITH
     found, weights = _started_with(path), weights_of(target)
-    if found.setdefault("target_weights", weights) != weights:
+    if found.get("target_weights", weights) != weights:
         raise ValueError(
             f"{config.target} holds other weights now than when {config.output} was started. Train "
             "for them in another output (init_from starts it from this run's drafter)."
         )
-    write_json(path, found)
+    if "target_weights" not in found:
+        write_json(path, {**found, "target_weights": weights})
 
 
 def _digest(*datasets: DraftDataset) -> str:

@@ -61,8 +61,8 @@ class DSparkTrainer(Trainer):
     Raises:
         `ValueError`: the drafter was made for another target, the target cannot be read (see
             [`TargetReader`]), one process sees several accelerators, an argument has no place here,
-            no evaluation gives `metric_for_best_model`, or FSDP cannot be used as it is asked for
-            (see [`check_sharding`]).
+            no evaluation gives `metric_for_best_model`, several processes get a stream, or FSDP
+            cannot be used as it is asked for (see [`check_sharding`]).
         `OSError`: a checkpoint could not be written; earlier ones are whole.
     """
 
@@ -124,6 +124,7 @@ class DSparkTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         check_sharding(args, self.accelerator)
+        self._check_streams()
         self.model_accepts_loss_kwargs = False
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
@@ -194,6 +195,16 @@ class DSparkTrainer(Trainer):
             figures = {k: v for k, v in figures.items() if not k.startswith("confidence_")}
         return figures
 
+    def _check_streams(self) -> None:
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        given = [x for x in (self.train_dataset, *sets.values()) if x is not None]
+        if self.accelerator.num_processes > 1 and not all(map(has_length, given)):
+            raise ValueError(
+                "A streamed dataset says neither how long it is nor how long its rows are, so it "
+                f"cannot be dealt out evenly to {self.accelerator.num_processes} processes. Load "
+                "its rows (`datasets.Dataset`), or train with one process."
+            )
+
     def _check_best_metric(self, wanted: str | None) -> None:
         """The host would look for it at the first evaluation, with a `KeyError`."""
         slots = self.drafter.config.block_size
@@ -222,13 +233,19 @@ class DSparkTrainer(Trainer):
         """
         several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, dict):
+            # The trainer's own go by their names, by which the host keeps their loaders.
             return {
                 figure: value
                 for name, dataset in several.items()
                 for figure, value in self.evaluate(
-                    dataset, ignore_keys, f"{metric_key_prefix}_{name}"
+                    name if eval_dataset is None else dataset,
+                    ignore_keys,
+                    f"{metric_key_prefix}_{name}",
                 ).items()
             }
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            # Loaders with workers that stay are kept under one name for all other examples.
+            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
         # Stored states are found by the place in their own dataset.
         cache = self._caches[1] if eval_dataset is None else None
         model = self._wrap_model(self.model, training=False)
