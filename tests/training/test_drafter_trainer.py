@@ -259,6 +259,15 @@ def test_metrics_of_the_run_are_numbers(tmp_path, confidence):
     assert ("confidence_error" in entries[0]) == confidence
 
 
+def test_loaders_whose_workers_stay_are_of_the_examples_asked_for(tmp_path):
+    """The host keeps one for all; the anchors are the same every time, too."""
+    own, other = make_examples(12, length=30), make_examples(12, length=30, seed=4)
+    stay = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(tmp_path, validation=own, **stay)
+    found = [trainer.evaluate(x)["eval_loss"] for x in (None, other, None, other, own)]
+    assert found[0] == found[2] == found[4] != found[1] == found[3]
+
+
 def test_streams_are_not_dealt_out_to_several_processes(tmp_path, monkeypatch):
     rows = datasets.Dataset.from_list([asdict(x) for x in make_examples().examples])
     monkeypatch.setattr(Accelerator, "num_processes", 2)
@@ -269,7 +278,9 @@ def test_streams_are_not_dealt_out_to_several_processes(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"dealt out evenly to 2 processes\. Load its rows"):
             make_trainer(tmp_path, max_steps=1, **sets)
-    make_trainer(tmp_path, train=rows, validation=rows)
+    trainer = make_trainer(tmp_path, train=rows, validation=rows)
+    with pytest.raises(ValueError, match="dealt out evenly"):
+        trainer.evaluate(rows.to_iterable_dataset())
 
 
 def test_a_drafter_of_another_target_is_refused(tmp_path):

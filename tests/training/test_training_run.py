@@ -140,11 +140,12 @@ def test_the_card_says_whose_answers_and_which_steps(world, tmp_path):
     assert (facts["steps"], facts["steps of the weights kept (the best)"]) == (2, 1)
     kept = DSparkDrafter.from_pretrained(tmp_path / "out" / "checkpoint-1")
     assert_same_weights(kept, DSparkDrafter.from_pretrained(tmp_path / "out"))
-    # In half precision a target has other values; nobody else wrote its answers.
+    # In half precision a target has other values.
     rounded = {**made, "dtype": "float16", "target_weights": "c0ffee"}
     (data / "provenance.json").write_text(json.dumps(rounded), encoding="utf-8")
-    result, _ = train(world, tmp_path / "other", data=str(data))
-    assert result["training"]["answers"] == "the target's own"
+    result, said = train(world, tmp_path / "other", data=str(data))
+    assert result["training"]["answers"] == "the target's own, by its name"
+    assert "a drafter does best" not in said
 
 
 def test_more_steps_go_on_from_a_finished_run(world, tmp_path):

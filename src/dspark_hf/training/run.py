@@ -138,7 +138,7 @@ def run_training(config: RunConfig, console: Console, assume_yes: bool = False) 
         return finished
     _check_against_target(arguments, target, train, validation)
     facts = _card_facts(config, arguments, target, train)
-    if (whose := facts.get("answers", _OWN)) != _OWN:
+    if not (whose := facts.get("answers", _OWN)).startswith(_OWN):
         console.print(
             f"The answers in {config.data} are {whose}; a drafter does best on its target's own.",
             style="yellow",
@@ -234,8 +234,12 @@ def _whose(made: dict[str, Any], config: RunConfig, target: PreTrainedModel) -> 
     """Who wrote the answers, by the provenance of their folder."""
     author, weights = str(made.get("target")), made.get("target_weights")
     if made.get("dtype") != config.dtype and "float16" in (made.get("dtype"), config.dtype):
-        # Rounded to other values.
-        weights = None
+        # Rounded to other values, so the name is all there is.
+        return (
+            f"{_OWN}, by its name"
+            if author == config.target
+            else f"those of {_public_name(author)}"
+        )
     if author != config.target and weights is None:
         return f"those of {_public_name(author)}"
     if weights in (None, weights_of(target)):

@@ -119,9 +119,7 @@ class RunConfig:
         self.objective = read_numbers("objective", self.objective, get_type_hints(ObjectiveWeights))
         self.trainer = read_numbers("trainer", self.trainer, get_type_hints(TrainingArguments))
         _check_trainer(self.trainer)
-        if self.muon and (
-            other := {"optim", "optim_args", "optim_target_modules", "fsdp"} & set(self.trainer)
-        ):
+        if self.muon and (other := _NOT_WITH_MUON & set(self.trainer)):
             raise ValueError(
                 f"muon is an optimiser of its own, over whole matrices, and trainer has "
                 f"{', '.join(sorted(other))}. Leave one of them out."

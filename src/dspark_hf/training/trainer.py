@@ -124,7 +124,8 @@ class DSparkTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         check_sharding(args, self.accelerator)
-        self._check_streams()
+        sets = eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,)
+        self._check_streams(train_dataset, *sets)
         self.model_accepts_loss_kwargs = False
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
@@ -195,9 +196,8 @@ class DSparkTrainer(Trainer):
             figures = {k: v for k, v in figures.items() if not k.startswith("confidence_")}
         return figures
 
-    def _check_streams(self) -> None:
-        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        given = [x for x in (self.train_dataset, *sets.values()) if x is not None]
+    def _check_streams(self, *datasets: Any) -> None:
+        given = [x for x in datasets if x is not None]
         if self.accelerator.num_processes > 1 and not all(map(has_length, given)):
             raise ValueError(
                 "A streamed dataset says neither how long it is nor how long its rows are, so it "
@@ -233,19 +233,17 @@ class DSparkTrainer(Trainer):
         """
         several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, dict):
-            # The trainer's own go by their names, by which the host keeps their loaders.
             return {
                 figure: value
                 for name, dataset in several.items()
                 for figure, value in self.evaluate(
-                    name if eval_dataset is None else dataset,
-                    ignore_keys,
-                    f"{metric_key_prefix}_{name}",
+                    dataset, ignore_keys, f"{metric_key_prefix}_{name}"
                 ).items()
             }
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            # Loaders with workers that stay are kept under one name for all other examples.
-            getattr(self, "_eval_dataloaders", {}).pop("eval", None)
+        self._check_streams(several)
+        # The host keeps loaders whose workers stay, whatever they were made for; and a kept one
+        # does not seed its workers anew, so the anchors would not be the same ones.
+        self._eval_dataloaders: dict[str, DataLoader] = {}
         # Stored states are found by the place in their own dataset.
         cache = self._caches[1] if eval_dataset is None else None
         model = self._wrap_model(self.model, training=False)
