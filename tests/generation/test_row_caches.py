@@ -25,23 +25,13 @@ from transformers.cache_utils import (
 )
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from batches import make_prompts, pad_left, script_rows
+from batches import SMALL_LAYERS, make_prompts, pad_left, script_rows
 from dspark_hf import collect_statistics
 from tiny import make_drafter, make_target
 
 NEW_TOKENS = 20
-SHARED = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.4,
-}
+# Not every kind of layers has heads of a size of their own.
+SHARED = {name: value for name, value in SMALL_LAYERS.items() if name != "head_dim"}
 
 
 def hybrid_target():

@@ -64,12 +64,11 @@ def read_results(
         found = {facts.get("name"): facts.get("weights") for facts in result.get("drafters", ())}
         if weights not in found.values():
             measured = result.get("settings") or result.get("machine") or {}
+            hint = _FLOAT16 if measured.get("dtype") == "float16" else ""
             raise ValueError(
                 f"{name} is not of this drafter: its weights are {weights}, those of the result "
                 f"{', '.join(f'{value} ({key})' for key, value in found.items()) or 'not noted'}. "
-                "Give results that were measured with these weights, or none."
-                + _FLOAT16
-                * (measured.get("dtype") == "float16")
+                f"Give results that were measured with these weights, or none.{hint}"
             )
         if isinstance(runs := result.get("results"), list):
             own = [run for run in runs if found.get(run.get("drafter")) == weights]
