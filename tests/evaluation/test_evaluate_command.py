@@ -11,7 +11,7 @@ from dspark_hf.cli import evaluating
 from dspark_hf.cli.app import app
 from dspark_hf.evaluation import provenance, running
 from dspark_hf.evaluation.plotting import acceptance_figure, sweep_figure, wilson_interval
-from dspark_hf.evaluation.reporting import read_results
+from dspark_hf.evaluation.reporting import read_evaluation
 from tiny import make_drafter, make_target
 
 RUNNER = CliRunner()
@@ -53,7 +53,7 @@ def results(files):
     printed = evaluate(files, "--temperature", 0, "--temperature", 1)
     assert "temperature 0" in printed
     assert "macro" in printed
-    return read_results(files / "out" / "results.json")
+    return read_evaluation(files / "out" / "results.json")
 
 
 def test_results_say_what_they_depend_on(results, files):
@@ -104,7 +104,7 @@ def test_a_second_call_runs_nothing_and_options_have_an_effect(results, files, m
     """B100: sets, prompts and temperatures are chosen, and answers are not made again."""
     monkeypatch.setattr(running, "timed_generate", None)
     evaluate(files, "--temperature", 0, "--task", "mt-bench", "--max-prompts", 1)
-    chosen = read_results(files / "out" / "results.json")["results"]
+    chosen = read_evaluation(files / "out" / "results.json")["results"]
     assert [r["drafter"] for r in chosen] == ["first", "second"]
     assert [figures["name"] for figures in chosen[0]["sets"]] == ["mt-bench"]
     assert chosen[0]["pooled"]["num_prompts"] == 1
@@ -251,7 +251,7 @@ def test_files_that_are_no_results_are_refused(tmp_path):
     for text, message in (("{", "not JSON"), ("[]", "not the result"), ("{}", "results.json")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_results(path)
+            read_evaluation(path)
 
 
 def test_the_acceptance_plot_shows_conditional_rates():

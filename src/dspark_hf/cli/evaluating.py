@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..evaluation.plotting import can_plot, sweep_figure
 from ..evaluation.prompts import PromptSet, read_folder
 from ..evaluation.provenance import code_revision
-from ..evaluation.reporting import read_results, write_reports
+from ..evaluation.reporting import read_evaluation, write_reports
 from ..evaluation.running import EvaluationSettings, evaluate
 from ..evaluation.tasks import TASKS, load_tasks
 from .models import load_models
@@ -108,5 +108,5 @@ def run_sweep(
     """Draw τ against depth or block length of the drafters in several results."""
     if not can_plot():
         raise ValueError(_NO_PLOTS)
-    sweep_figure([read_results(path) for path in paths], by, temperature).savefig(output)
+    sweep_figure([read_evaluation(path) for path in paths], by, temperature).savefig(output)
     console.print(f"written: {output}")

@@ -20,7 +20,7 @@ prefix acceptance; ECE in 20 bins, mean over positions weighted by count. Positi
 are pooled over all sets."""
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_evaluation(path: Path) -> dict[str, Any]:
     """
     A `results.json` written by [`write_json`].
 
