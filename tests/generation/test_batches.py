@@ -352,6 +352,14 @@ def test_bad_batches_are_refused_before_compute():
             assistant_model=drafter,
             max_new_tokens=4,
         )
+    for width in (3, 5):
+        with pytest.raises(ValueError, match=f"has {width} columns and the prompt has 4"):
+            target.generate(
+                three,
+                attention_mask=torch.ones(3, width, dtype=torch.long),
+                assistant_model=drafter,
+                max_new_tokens=4,
+            )
     with pytest.raises(ValueError, match="no rows"):
         target.generate(
             torch.zeros(0, 4, dtype=torch.long), assistant_model=drafter, max_new_tokens=4

@@ -95,7 +95,8 @@ def check_cache_fits(
     model_kwargs: dict[str, Any],
 ) -> None:
     """
-    Raise `ValueError` for a cache made for another batch, or too short for the text.
+    Raise `ValueError` for a cache made for another batch, or too short for the text, and for a mask
+    that is not as wide as the prompt.
 
     Args:
         target (`PreTrainedModel`): the target.
@@ -106,15 +107,22 @@ def check_cache_fits(
     """
     num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
     length = prompt_columns(input_ids, config, model_kwargs)
+    empty = int(model_kwargs["cache"].get_seq_length()) == 0
+    # Behind a cache or beside embeddings, input_ids may be the shorter ones.
+    if empty and model_kwargs.get("inputs_embeds") is None and length != input_ids.shape[1]:
+        raise ValueError(
+            f"attention_mask has {length} columns and the prompt has {input_ids.shape[1]}. Give one "
+            "for each token of input_ids."
+        )
     # The last token is not cached.
     needed, apart = length + new_tokens - 1, cross_attention_layers(target)
     for i, layer in enumerate(model_kwargs["cache"].layers):
         if i in apart:
             continue
-        held = rows_held(layer)
-        if held not in (None, num_rows):
+        rows = rows_held(layer)
+        if rows not in (None, num_rows):
             raise ValueError(
-                f"The cache holds {held} rows and the batch has {num_rows}. Give the cache that "
+                f"The cache holds {rows} rows and the batch has {num_rows}. Give the cache that "
                 "belongs to this batch, or none."
             )
         if is_static(layer) and not layer.is_sliding and layer.max_cache_len < needed:
