@@ -111,8 +111,8 @@ def check_cache_fits(
     # Behind a cache or beside embeddings, input_ids may be the shorter ones.
     if empty and model_kwargs.get("inputs_embeds") is None and length != input_ids.shape[1]:
         raise ValueError(
-            f"attention_mask has {length} columns and the prompt has {input_ids.shape[1]}. Give one "
-            "for each token of input_ids."
+            f"attention_mask has {length} columns and the prompt has {input_ids.shape[1]}. Give "
+            "one for each token of input_ids."
         )
     # The last token is not cached.
     needed, apart = length + new_tokens - 1, cross_attention_layers(target)
