@@ -165,7 +165,7 @@ def moved(drafter):
             lambda d: [{**bench(moved(make_drafter())), "machine": {"dtype": "float16"}}],
             "measured in float16, which rounds",
         ),
-        (lambda d: [{"sets": []}], "those of the result not noted"),
+        (lambda d: [{"sets": []}], "the result notes none"),
         (lambda d: [trained(d), trained(d)], "Several results say how"),
         (lambda d: "out.json", "results is 'out.json'; give a list"),
         (lambda d: [{"loss": 1}], "neither an evaluation nor a bench nor a training run, but loss"),
@@ -176,6 +176,23 @@ def test_results_that_are_not_the_drafters(tmp_path, results, message):
     with pytest.raises(ValueError, match=message):
         export_drafter(drafter, tmp_path / "out", "dspark", results=results(drafter))
     assert not (tmp_path / "out").exists()
+
+
+def test_one_set_of_weights_that_drafts_in_two_ways(tmp_path):
+    """Each has its own figures; how it was trained belongs to both."""
+    drafter, short = make_drafter(), make_drafter()
+    short.generation_config.num_assistant_tokens = 2
+    for own, other, figure in ((drafter, short, "2.50"), (short, drafter, "9.00")):
+        results = [evaluation(drafter, other=short), trained(drafter)]
+        folder = tmp_path / figure
+        export_drafter(own, folder, "dspark", results=results)
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        assert text.count("| all |") == 1
+        assert f"| all | {figure} |" in text
+        with pytest.raises(
+            ValueError, match=r"drafting 4 tokens, sampled.*drafting 2|drafting 2.*4"
+        ):
+            export_drafter(own, tmp_path / "no", "dspark", results=[bench(other)])
 
 
 def test_results_of_the_drafter_in_another_precision(tmp_path):

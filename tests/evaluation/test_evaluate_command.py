@@ -191,10 +191,12 @@ def test_drafters_are_named_by_what_tells_them_apart():
         evaluating.short_names(["a/x", "a/x"])
 
 
-def sweep_results(layers, tau, temperature=1.0, sets=("gsm8k", "mbpp"), gamma=7, **settings):
+def sweep_results(layers, tau, temperature=1.0, sets=("gsm8k", "mbpp"), gamma=7, n=5, **settings):
     drafter = {"name": "d", "method": "DSpark", "num_layers": layers, "block_size": gamma}
     same = {"max_new_tokens": 64, "confidence_threshold": 0.0, "thinking": False}
-    rows = [{"name": name, "accepted_length": tau + i} for i, name in enumerate(sets)]
+    rows = [
+        {"name": name, "accepted_length": tau + i, "num_prompts": n} for i, name in enumerate(sets)
+    ]
     return {
         "settings": {"target": "T", "target_fingerprint": "f", **same, **settings},
         "drafters": [drafter],
@@ -235,6 +237,7 @@ def test_four_methods_have_room_in_the_legend_of_one_panel():
         (sweep_results(2, 3, max_new_tokens=5), 1.0, r"different max_new_tokens \(5, 64\)"),
         (sweep_results(2, 3, confidence_threshold=0.7), 1.0, "different confidence_threshold"),
         (sweep_results(2, 3, sets=("gsm8k",)), 1.0, "different sets"),
+        (sweep_results(2, 3, n=4), 1.0, r"gsm8k \(4\), mbpp \(4\); gsm8k \(5\), mbpp \(5\)"),
         (sweep_results(2, 3), 0.5, "nothing at temperature 0.5"),
         (sweep_results(None, 3), 1.0, "not known"),
     ],

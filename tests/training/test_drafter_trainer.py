@@ -139,26 +139,39 @@ def test_checkpoints_are_drafters(tmp_path):
     assert_same_weights(drafter, loaded)
 
 
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    """The host's own way looks for other names and would load nothing without a word."""
+@pytest.mark.parametrize(
+    ("metric", "best_of"),
+    [("confidence_error", min), ("cross_entropy", min), ("loss", min), ("expected_tau", max)],
+)
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path, metric, best_of):
+    """
+    The host's own way looks for other names and would load nothing without a word, and takes more
+    cross-entropy for better.
+    """
     trainer = make_trainer(
         tmp_path,
         validation=make_examples(2),
         max_steps=3,
+        # Large steps: by the first of these, the last drafter is not the best.
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
         save_strategy="steps",
         save_steps=1,
         eval_strategy="steps",
         eval_steps=1,
         load_best_model_at_end=True,
-        # Upside down, so that the last one is not the best.
-        metric_for_best_model="cross_entropy",
-        greater_is_better=True,
+        metric_for_best_model=metric,
     )
     trainer.train()
+    key = f"eval_{metric}"
+    found = [entry[key] for entry in trainer.state.log_history if key in entry]
     best = DSparkDrafter.from_pretrained(trainer.state.best_model_checkpoint)
     assert_same_weights(best, trainer.drafter)
-    assert trainer.evaluate()["eval_cross_entropy"] == pytest.approx(trainer.state.best_metric)
-    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-3")
+    assert trainer.state.best_metric == best_of(found)
+    assert trainer.evaluate()[key] == pytest.approx(trainer.state.best_metric)
+    step = found.index(best_of(found)) + 1
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{step}")
+    assert step < 3 or metric != "confidence_error"
 
 
 def test_evaluation_has_fixed_anchors_and_leaves_the_random_state_alone(tmp_path):
@@ -294,6 +307,10 @@ def test_a_drafter_of_another_target_is_refused(tmp_path):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha of TrainingArguments is 5.0"),
         ({"activation_checkpointing": True}, "drops the cache that holds the context"),
         ({"include_for_metrics": ["loss"]}, "forms no predictions"),
+        ({"max_steps": 0}, "max_steps of TrainingArguments is 0: nothing would be trained"),
+        ({"accelerator_config": {"split_batches": True}}, "has split_batches=True: every process"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "has dispatch_batches=True"),
+        ({"accelerator_config": {"even_batches": False}}, "equally many of per_device_train"),
         ({"metric_for_best_model": "tau"}, "an evaluation here gives loss, cross_entropy, total_"),
         ({"trainer_drafter": make_eagle3(stored=False)}, "weights and num_anchors are of block"),
     ],

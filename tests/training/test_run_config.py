@@ -66,6 +66,10 @@ def make_fields(**changes):
         ({"drafter": {**DRAFTER, "layer_types": ["x"]}}, "(?s)drafter: .*layer_types"),
         ({"trainer": {"max_steps": 1.5}}, "trainer.max_steps must be an integer, found 1.5"),
         ({"trainer": {"bf16": "false"}}, "trainer.bf16 must be true or false, found 'false'"),
+        (
+            {"trainer": {"metric_for_best_model": "loss", "greater_is_better": True}},
+            "trainer.greater_is_better is True, which would keep the worst drafter by loss",
+        ),
         ({"trainer": {"bf16_full_eval": True}}, "bf16_full_eval of TrainingArguments is True"),
         ({"trainer": {"gradient_checkpointing": True}}, "drops the cache that holds the context"),
         ({"trainer": {"save_only_model": True}}, "could not go on from such a checkpoint"),

@@ -130,9 +130,9 @@ def test_the_card_says_whose_answers_and_which_steps(world, tmp_path):
     assert made["target_weights"]
     text = json.dumps({**made, "target": "Qwen/Qwen3-0.6B", "target_weights": "c0ffee"})
     (data / "provenance.json").write_text(text, encoding="utf-8")
-    # Upside down, so that the last step is not the best.
+    # A step so large that the last one is not the best.
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-    best |= {"metric_for_best_model": "cross_entropy", "greater_is_better": True}
+    best |= {"metric_for_best_model": "loss", "learning_rate": 1.0}
     result, said = train(world, tmp_path / "out", data=str(data), trainer={**TRAINER, **best})
     facts = result["training"]
     assert "are those of Qwen/Qwen3-0.6B, with other weights than the target's; a" in said
@@ -223,22 +223,24 @@ def test_another_run_in_the_same_folder_is_refused(world, tmp_path):
     folder.mkdir()
     data = make_examples(3), make_examples(1)
     config = RunConfig(**make_config(world, folder))
-    remember_run(RunConfig(**make_config(world, folder, num_anchors=6)), *data)
+    remember_run(RunConfig(**make_config(world, folder, num_anchors=6)), *data, 1)
     # Nothing was trained: a corrected run file may take its place.
-    remember_run(config, *data)
+    remember_run(config, *data, 1)
     assert json.loads((folder / STARTED_WITH).read_text())["num_anchors"] == 4
     (folder / "checkpoint-1").mkdir()
     (folder / "checkpoint-1" / "trainer_state.json").write_text("{}")
-    remember_run(config, *data)
+    remember_run(config, *data, 1)
     with pytest.raises(ValueError, match="num_anchors 4 there, 5 now"):
         train(world, folder, num_anchors=5)
     # The host would restore the rate of the checkpoint, and the card would name this one.
     with pytest.raises(ValueError, match=r"trainer {.*'learning_rate': 0.01.* there, .*0.02.* now"):
         train(world, folder, trainer={**TRAINER, "learning_rate": 0.02})
+    with pytest.raises(ValueError, match="processes 1 there, 2 now"):
+        remember_run(config, *data, 2)
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 2, .* now"):
-        remember_run(config, make_examples(2), data[1])
+        remember_run(config, make_examples(2), data[1], 1)
     with pytest.raises(ValueError, match=r"examples {'train': 3, .* there, {'train': 3, .* now"):
-        remember_run(config, make_examples(3, seed=1), data[1])
+        remember_run(config, make_examples(3, seed=1), data[1], 1)
     for text in ("{", "[1]"):
         (folder / STARTED_WITH).write_text(text)
         with pytest.raises(ValueError, match=rf"{STARTED_WITH} cannot be read .* another output"):

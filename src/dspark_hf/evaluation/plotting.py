@@ -206,7 +206,7 @@ def _sweep_points(
                 f"The results were measured with different {name} ({', '.join(values)}), so their "
                 "accepted lengths do not compare."
             )
-    points = []
+    points, sizes = [], set[tuple[tuple[str, int], ...]]()
     for result in results:
         facts = {drafter["name"]: drafter for drafter in result["drafters"]}
         for row in result["results"]:
@@ -215,6 +215,7 @@ def _sweep_points(
                 if drafter[fact] is None:
                     raise ValueError(f"The {fact} of drafter {drafter['name']!r} is not known.")
                 taus = {figures["name"]: figures["accepted_length"] for figures in row["sets"]}
+                sizes.add(tuple(sorted((s["name"], s["num_prompts"]) for s in row["sets"])))
                 if None in taus.values():
                     raise ValueError(
                         f"Drafter {drafter['name']!r} has no round in a set: every answer ended "
@@ -223,10 +224,12 @@ def _sweep_points(
                 points.append((drafter["method"], drafter[fact], taus))
     if not points:
         raise ValueError(f"The results hold nothing at temperature {temperature:g}.")
-    sets = {tuple(sorted(taus)) for _, _, taus in points}
-    if len(sets) > 1:
-        listed = "; ".join(", ".join(names) for names in sorted(sets))
-        raise ValueError(f"The results are on different sets, which do not compare: {listed}.")
+    if len(sizes) > 1:
+        listed = "; ".join(", ".join(f"{n} ({k})" for n, k in sets) for sets in sorted(sizes))
+        raise ValueError(
+            "The results are on different sets, or different numbers of prompts of them, which do "
+            f"not compare: {listed}."
+        )
     return points
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ..configuration_drafter import DrafterConfig
+from ..generation.settings import resolve_settings
 
 _VALUES_PER_TENSOR = 4096
 # What the host keeps in every config (labels, paths, versions), and what only training reads.
@@ -112,7 +113,8 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     `id` identifies what it answers with: its weights, what its config says of their use, and those
     of its generation fields that an evaluation does not overrule. The same folder after more
     training is another drafter; one that was only saved again, elsewhere or by another version, is
-    not. `weights` is about the weights alone, see [`weights_of`].
+    not. `weights` is about the weights alone, see [`weights_of`], `drafting` about
+    what is proposed with them.
     """
     config = drafter.config.to_dict()
     settings = {field: getattr(drafter.generation_config, field, None) for field in _KEPT_FIELDS}
@@ -122,12 +124,19 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
         "name": name,
         "id": text_digest(f"{fingerprint(drafter)} {identity}"),
         "weights": weights_of(drafter),
+        "drafting": _drafting(drafter),
         "method": method_of(drafter.config),
         "block_size": drafter.config.block_size,
         "num_layers": backbone.get("num_hidden_layers"),
         "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         "confidence_head": bool(config.get("confidence_head")),
     }
+
+
+def _drafting(drafter: Any) -> str:
+    own = drafter.generation_config
+    found = resolve_settings(GenerationConfig(), own, drafter.config.block_size)
+    return f"{found.num_draft_tokens} tokens, {'greedy' if found.greedy_drafts else 'sampled'}"
 
 
 def _facts_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.provenance import weights_of
+from ..evaluation.provenance import drafter_facts
 from ..modeling_drafter import DrafterModel
 
 Result = Mapping[str, Any]
@@ -44,13 +44,13 @@ def read_results(
         drafter ([`DrafterModel`]): whose card it is.
 
     Raises:
-        `ValueError`: a file is no result, is one of other weights, or two say how the drafter was
-            trained.
+        `ValueError`: a file is no result, is one of other weights or of drafts made otherwise, or
+            two say how the drafter was trained.
     """
     if isinstance(sources, str | os.PathLike | Mapping):
         raise ValueError(f"results is {sources!r}; give a list, also of one.")
     results: list[Result] = []
-    weights = weights_of(drafter) if sources else None
+    own_facts = drafter_facts("", drafter) if sources else {}
     for number, source in enumerate(sources, start=1):
         if isinstance(source, Mapping):
             name, result = f"result {number}", source
@@ -61,19 +61,28 @@ def read_results(
                 f"{name} holds neither an evaluation nor a bench nor a training run, but "
                 f"{', '.join(map(str, result)) or 'nothing'}."
             )
-        found = {facts.get("name"): facts.get("weights") for facts in result.get("drafters", ())}
-        if weights not in found.values():
+        wanted = _measured(own_facts, result)
+        found = {
+            facts.get("name"): _measured(facts, result) for facts in result.get("drafters", ())
+        }
+        if wanted not in found.values():
             measured = result.get("settings") or result.get("machine") or {}
             hint = _FLOAT16 if measured.get("dtype") == "float16" else ""
             raise ValueError(
-                f"{name} is not of this drafter: its weights are {weights}, those of the result "
-                f"{', '.join(f'{value} ({key})' for key, value in found.items()) or 'not noted'}. "
-                f"Give results that were measured with these weights, or none.{hint}"
+                f"{name} is not of this drafter: it has weights {wanted}, the result "
+                f"{', '.join(f'{value} ({key})' for key, value in found.items()) or 'notes none'}. "
+                f"Give results that were measured with these, or none.{hint}"
             )
         if isinstance(runs := result.get("results"), list):
-            own = [run for run in runs if found.get(run.get("drafter")) == weights]
+            own = [run for run in runs if found.get(run.get("drafter")) == wanted]
             result = {**result, "results": own}
         results.append(result)
     if sum("training" in result for result in results) > 1:
         raise ValueError("Several results say how the drafter was trained; give one training run.")
     return results
+
+
+def _measured(facts: Result, result: Result) -> str:
+    """What figures belong to: one set of weights, and one of the ways in which it can draft."""
+    weights = str(facts.get("weights"))
+    return weights if "training" in result else f"{weights} drafting {facts.get('drafting')}"

@@ -62,10 +62,11 @@ class Eagle3Objective(nn.Module):
             weight = self.sum_over_processes(weight)
         loss = total / (weight + 1e-6) * self.num_processes
         count, zero = figures["count"], loss.new_zeros(())
+        weights = count * self.decay ** torch.arange(len(count), device=count.device)
         return loss, ObjectiveSums(
-            weight=count.sum(),
-            cross_entropy=(figures["cross_entropy"] * count).sum(),
-            total_variation=(2 * (1 - figures["acceptance"]) * count).sum(),
+            weight=weights.sum(),
+            cross_entropy=(figures["cross_entropy"] * weights).sum(),
+            total_variation=(2 * (1 - figures["acceptance"]) * weights).sum(),
             confidence=zero,
             survived=figures["survived"],
             reached=figures["reached"],
@@ -74,5 +75,5 @@ class Eagle3Objective(nn.Module):
         )
 
     def mean_loss(self, sums: ObjectiveSums) -> float:
-        """Mean cross-entropy of all steps and batches, undecayed."""
-        return float(sums.cross_entropy / sums.weight.clamp(min=1))
+        """The loss of many batches together."""
+        return float(sums.cross_entropy / sums.weight.clamp(min=1e-6))

@@ -43,6 +43,12 @@ def check_host_arguments(found: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if value := found.get(name):
             raise ValueError(f"{name} of TrainingArguments is {value!r}: {reason}. Leave it out.")
+    for name in ("max_steps", "num_train_epochs"):
+        if found.get(name) == 0:
+            raise ValueError(
+                f"{name} of TrainingArguments is 0: nothing would be trained. Ask for some steps."
+            )
+    _check_loading(found.get("accelerator_config"))
     if (found.get("label_names") or LABEL_NAMES) != LABEL_NAMES:
         raise ValueError(
             f"label_names of TrainingArguments is {found['label_names']!r}: what a drafter learns "
@@ -53,3 +59,24 @@ def check_host_arguments(found: Mapping[str, Any]) -> None:
             "average_tokens_across_devices of TrainingArguments is False: the terms are always "
             "divided by what all processes learn from. Leave it out."
         )
+
+
+def more_is_better(metric: str) -> bool:
+    """Of a figure of an evaluation, as `metric_for_best_model` names it."""
+    return "expected_tau" in metric or "acceptance_" in metric
+
+
+def _check_loading(config: Any) -> None:
+    """How processes share batches; a file that says so is read by the host first."""
+    found = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    for name, wanted in (
+        ("split_batches", False),
+        ("dispatch_batches", False),
+        ("even_batches", True),
+    ):
+        if (value := found.get(name)) not in (None, wanted):
+            raise ValueError(
+                f"accelerator_config of TrainingArguments has {name}={value!r}: every process "
+                "loads batches of its own here, equally many of per_device_train_batch_size. Leave "
+                "it out."
+            )

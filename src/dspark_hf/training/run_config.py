@@ -13,7 +13,7 @@ from transformers import Qwen3Config, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from .build import build_drafter, build_eagle3
-from .host_arguments import check_host_arguments
+from .host_arguments import check_host_arguments, more_is_better
 from .numbers import read_numbers
 from .objective import ObjectiveWeights
 
@@ -116,6 +116,12 @@ class RunConfig:
         _check_keys("objective", self.objective, ObjectiveWeights)
         _check_keys("trainer", self.trainer, TrainingArguments)
         check_host_arguments(self.trainer)
+        metric, greater = map(self.trainer.get, ("metric_for_best_model", "greater_is_better"))
+        if metric and greater not in (None, more_is_better(metric)):
+            raise ValueError(
+                f"trainer.greater_is_better is {greater!r}, which would keep the worst drafter by "
+                f"{metric}. Leave it out: it follows from metric_for_best_model."
+            )
         self.objective = read_numbers("objective", self.objective, get_type_hints(ObjectiveWeights))
         self.trainer = read_numbers("trainer", self.trainer, get_type_hints(TrainingArguments))
         _check_trainer(self.trainer)

@@ -30,11 +30,14 @@ _DEFAULTS = {
 }
 
 
-def remember_run(config: RunConfig, train: DraftDataset, validation: DraftDataset) -> None:
+def remember_run(
+    config: RunConfig, train: DraftDataset, validation: DraftDataset, num_processes: int
+) -> None:
     """
     Note what the run in a folder is, so that another one does not go on from its checkpoints. Of
     the host's arguments, how long the run is and what it reports and keeps may change: the host
-    restores the rest from a checkpoint, or mixes the two. Where nothing has been trained yet, a
+    restores the rest from a checkpoint, or mixes the two. Another number of processes would make
+    other steps, and meet examples again. Where nothing has been trained yet, a
     corrected run file takes the place of the one that failed.
     """
     facts = dataclasses.asdict(config)
@@ -50,9 +53,11 @@ def remember_run(config: RunConfig, train: DraftDataset, validation: DraftDatase
         "validation": len(validation),
         "sha256": _digest(train, validation),
     }
+    if finished_result(config) is None:
+        facts["processes"] = num_processes
     path = Path(config.output) / STARTED_WITH
     if last_complete_checkpoint(config.output) or (Path(config.output) / RESULT).exists():
-        found = _DEFAULTS | _started_with(path)
+        found = _DEFAULTS | {"processes": num_processes} | _started_with(path)
         if changes := changed_settings(found, facts):
             raise ValueError(
                 f"{config.output} holds a run with other settings: {changes}. Use those settings "

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from ..generation.checks import check_pairing
@@ -23,8 +24,9 @@ from ..modeling_eagle3 import Eagle3Drafter
 from .data import collate
 from .eagle3_module import Eagle3Objective
 from .feature_cache import FeatureCache
-from .host_arguments import LABEL_NAMES, check_host_arguments
+from .host_arguments import LABEL_NAMES, check_host_arguments, more_is_better
 from .objective import DSparkObjective, ObjectiveSums, ObjectiveWeights, TargetStates
+from .order import ResumableLengthGroups, pass_after_pass
 from .target_states import TargetReader
 
 # Anchors of an evaluation are always the same.
@@ -47,8 +49,8 @@ class DSparkTrainer(Trainer):
         target (`PreTrainedModel`): the model to draft for.
         args (`TrainingArguments`): of the host.
         train_dataset, eval_dataset ([`DraftDataset`]):
-            Examples. Of the library `datasets`, streamed ones too; several sets for evaluation as a
-            `dict`.
+            Examples. Of the library `datasets`, streamed ones too (read pass after pass, up to
+            `max_steps`); several sets for evaluation as a `dict`.
         weights ([`ObjectiveWeights`], *optional*): of the loss terms of block drafters.
         num_anchors (`int`, *optional*):
             Most anchors per example and step, 512 by default. Eagle3 learns at every position.
@@ -116,7 +118,7 @@ class DSparkTrainer(Trainer):
         super().__init__(
             model=objective,
             args=args,
-            train_dataset=train_dataset,
+            train_dataset=pass_after_pass(train_dataset),
             eval_dataset=eval_dataset,
             data_collator=collate,
             callbacks=callbacks,
@@ -130,6 +132,7 @@ class DSparkTrainer(Trainer):
         self.drafter = drafter
         self.reader = TargetReader(target, drafter.config.target_layer_ids)
         self._check_best_metric(args.metric_for_best_model)
+        self._epoch = 0
         self._caches = feature_caches or (None, None)
         if self.accelerator.num_processes > 1:
             objective.num_processes = self.accelerator.num_processes
@@ -149,6 +152,12 @@ class DSparkTrainer(Trainer):
             )
         return loader
 
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return ResumableLengthGroups(sampler, lambda: self.args.data_seed + self._epoch)
+        return sampler
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """
         The host asks whether the last step is done behind a step, so resuming from the checkpoint
@@ -157,6 +166,7 @@ class DSparkTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        self._epoch = kwargs["epoch"]
         super()._run_epoch(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +225,9 @@ class DSparkTrainer(Trainer):
             raise ValueError(
                 f"metric_for_best_model is {wanted!r}; an evaluation here gives {', '.join(known)}."
             )
+        if wanted:
+            # The host takes more of everything but losses for better.
+            self.args.greater_is_better = more_is_better(wanted)
 
     @torch.no_grad()
     def evaluate(
