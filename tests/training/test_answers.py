@@ -1,7 +1,10 @@
 """Answers written in batches are the answers of single rows."""
 
+import re
+
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from dspark_hf.training import answers as answers_module
 from dspark_hf.training.answers import (
@@ -11,6 +14,7 @@ from dspark_hf.training.answers import (
     invent_prompts,
     stop_token_ids,
 )
+from dspark_hf.training.generation_fields import ALONE, REFUSED, SET_ASIDE, WHOLE
 from dspark_hf.training.growing_cache import growing_cache
 from small_tokenizer import PLAIN, REWRITING, THINKING, make_tokenizer
 from tiny import make_target
@@ -79,19 +83,115 @@ def test_batches_answer_like_single_rows(family, monkeypatch):
     assert (growing_cache(target.config) is None) == (family in ("gemma3", "mistral_swa"))
 
 
-@pytest.mark.parametrize("own", [{"min_new_tokens": 7}, {"forced_eos_token_id": 2}])
-def test_what_the_targets_generation_config_counts_is_not_counted_by_stride(monkeypatch, own):
+WATERMARK = {"greenlist_ratio": 0.25, "bias": 4.0, "seeding_scheme": "selfhash"}
+OBEYED = {
+    "num_beams": 3,
+    "guidance_scale": 1.5,
+    "watermarking_config": WATERMARK,
+    "encoder_repetition_penalty": 1.5,
+    "encoder_no_repeat_ngram_size": 1,
+    "no_repeat_ngram_size": 1,
+    "min_length": 12,
+    "forced_bos_token_id": 5,
+    "bad_words_ids": [[8], [9]],
+    "sequence_bias": [[[13], 5.0]],
+    "min_new_tokens": 7,
+    "begin_suppress_tokens": list(range(40)),
+    "forced_eos_token_id": 2,
+    "exponential_decay_length_penalty": (1, 1.5),
+    "repetition_penalty": 1.5,
+    "suppress_tokens": list(range(8, 40)),
+}
+
+
+@pytest.mark.parametrize("name", OBEYED)
+def test_what_the_targets_generation_config_asks_for_is_obeyed(monkeypatch, name):
+    """Prompts of many lengths and answers longer than a stride; without the field, other text."""
     monkeypatch.setattr(answers_module, "_STRIDE", 5)
     target = make_stopping_target()
     # What the shortest prompt's answer would go through ends answers.
     stop = alone(target, PROMPTS[2], 12)[3]
     target.generation_config.update(eos_token_id=[stop], pad_token_id=stop)
     without = [alone(target, prompt, 12) for prompt in PROMPTS]
-    target.generation_config.update(**own)
+    target.generation_config.update(**{name: OBEYED[name]})
     expected = [alone(target, prompt, 12) for prompt in PROMPTS]
     assert expected != without
     answers = answer_batch(target, make_tokenizer(), PROMPTS, SamplingOptions(0, max_new_tokens=12))
     assert [answer.token_ids for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+        {"prompt_lookup_num_tokens": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"max_length": 9},
+        {"prefill_chunk_size": 2},
+        {"num_beams": 1, "guidance_scale": 1.0, "num_beam_groups": 1, "penalty_alpha": 0.0},
+    ],
+    ids=lambda own: "+".join(map(str, own)),
+)
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=["batch", "row"])
+def test_what_changes_no_token_stands_aside(monkeypatch, own, prompts):
+    monkeypatch.setattr(answers_module, "_STRIDE", 5)
+    target = make_stopping_target()
+    expected = [alone(target, prompt, 12) for prompt in prompts]
+    target.generation_config.update(**own)
+    answers = answer_batch(target, make_tokenizer(), prompts, SamplingOptions(0, max_new_tokens=12))
+    assert [answer.token_ids for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_strings", ["a"]),
+        ("max_time", 5.0),
+        ("is_assistant", True),
+        ("token_healing", True),
+        ("penalty_alpha", 0.6),
+        ("dola_layers", "high"),
+        ("num_beam_groups", 2),
+        ("constraints", ["x"]),
+        ("force_words_ids", [[5]]),
+        ("cache_implementation", "quantized"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_before_the_target_works(monkeypatch, name, value):
+    target = make_stopping_target()
+    setattr(target.generation_config, name, value)
+    monkeypatch.setattr(target, "generate", lambda *args, **kwargs: pytest.fail("it works"))
+    said = f"The target's generation config has {name} {value!r}, which cannot be obeyed here"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        answer_batch(target, make_tokenizer(), PROMPTS, GREEDY)
+
+
+def test_every_field_of_a_generation_config_has_been_thought_of():
+    """A host with new fields fails here: do they change what a batch in strides says?"""
+    each_step = {
+        *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff"),
+        *("eta_cutoff", "repetition_penalty", "suppress_tokens", "remove_invalid_values"),
+        *("renormalize_logits", "do_sample", "max_new_tokens"),
+    }
+    special_tokens = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
+    of_beams = {"early_stopping", "length_penalty", "diversity_penalty", "low_memory"}
+    of_assistants = {
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_ensemble_weight"),
+        *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
+        *("max_matching_ngram_size", "speculation_type"),
+    }
+    of_speed = {
+        *("max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size"),
+        *("continuous_batching_config", "_from_model_config", "transformers_version"),
+    }
+    known = each_step | special_tokens | of_beams | of_assistants | of_speed
+    tables = [SET_ASIDE, WHOLE, ALONE, REFUSED]
+    assert set(GenerationConfig().to_dict()) | {"return_dict_in_generate"} == known.union(*tables)
+    assert {*WHOLE, *ALONE} <= set(OBEYED)
 
 
 @pytest.mark.parametrize("limit", [1, 5, 6, 12])

@@ -154,6 +154,14 @@ def test_a_folder_made_by_another_plan_is_not_added_to(tmp_path, change, named):
     assert contents(tmp_path) == before
 
 
+def test_a_generation_config_that_cannot_be_obeyed_leaves_no_folder(tmp_path):
+    target = make_stopping_target()
+    target.generation_config.stop_strings = ["x"]
+    with pytest.raises(ValueError, match=r"has stop_strings \['x'\], which cannot be obeyed"):
+        fill(tmp_path / "data", target=target)
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_folder_of_an_earlier_version_says_what_it_does_not_know(tmp_path):
     fill(tmp_path, questions=QUESTIONS[:1])
     path = tmp_path / PROVENANCE

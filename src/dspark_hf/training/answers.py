@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .generation_fields import ALONE, SET_ASIDE, WHOLE, check_generation_config, fields_set
 from .growing_cache import growing_cache
 
 # Tokens between two looks at which rows have finished.
 _STRIDE = 32
-# What a target's generation config counts from the beginning or to the end of an answer.
-_WHOLE_ANSWERS = (
-    *("min_new_tokens", "begin_suppress_tokens", "forced_eos_token_id"),
-    "exponential_decay_length_penalty",
-)
 
 
 @dataclass(frozen=True)
@@ -113,23 +109,26 @@ def answer_batch(
     The target's answers to a batch of tokenised prompts, in their order.
 
     Rows leave the batch when they have finished, so a few long answers do not cost like many;
-    unless the target's generation config has fields that only a whole answer obeys.
+    unless the target's generation config has fields that only a whole answer obeys, or one alone.
 
     Raises:
-        `ValueError`: see [`check_prompt`].
+        `ValueError`: see [`check_prompt`] and [`check_generation_config`].
     """
+    check_generation_config(target)
     for prompt in prompts:
         check_prompt(prompt, target.config, options.max_new_tokens)
+    is_alone = bool(fields_set(target, ALONE))
+    if is_alone and len(prompts) > 1:
+        return [answer_batch(target, tokenizer, [p], options)[0] for p in prompts]
     stops, device = stop_token_ids(target, tokenizer), target.device
     width = max(map(len, prompts))
     pad = next(iter(stops))
     input_ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows, answers = list(range(len(prompts))), {}
-    cache = growing_cache(target.config)
-    own = target.generation_config.to_dict()
-    is_whole = any(own.get(name) is not None for name in _WHOLE_ANSWERS)
-    is_whole = is_whole or own.get("num_beams") not in (None, 1)
+    # Beams change places in the host's own caches only.
+    cache = None if is_alone else growing_cache(target.config)
+    is_whole = is_alone or bool(fields_set(target, WHOLE))
     while rows:
         room = width + options.max_new_tokens - input_ids.shape[1]
         output = target.generate(
@@ -138,7 +137,7 @@ def answer_batch(
             cache=cache,
             max_new_tokens=room if is_whole else min(_STRIDE, room),
             pad_token_id=pad,
-            return_dict_in_generate=True,
+            **SET_ASIDE,
             **options.generate_options(),
         )
         input_ids, cache = output.sequences, output.cache
@@ -179,7 +178,7 @@ def converse(
         answer might not fit into the target's context.
 
     Raises:
-        `ValueError`: see [`check_prompt`].
+        `ValueError`: see [`answer_batch`].
     """
     histories: list[list[dict[str, str]]] = [[] for _ in conversations]
     waiting = [questions_of(turns) for turns in conversations]

@@ -24,6 +24,7 @@ from .._jsonl import MalformedRow, append_line, drop_torn_line, parse_row, read_
 from ..evaluation.provenance import weights_of
 from .answers import SamplingOptions, converse, stop_token_ids
 from .data import messages_of, usable_rows
+from .generation_fields import SET_ASIDE, check_generation_config
 from .sources import DatasetRows
 
 FILES = ("train.jsonl", "validation.jsonl")
@@ -33,11 +34,10 @@ PROVENANCE = "provenance.json"
 # changes no token.
 _WITHOUT_EFFECT = frozenset(
     {
-        *("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "max_length"),
+        *SET_ASIDE,
+        *("do_sample", "temperature", "top_p", "top_k", "max_new_tokens"),
         *("eos_token_id", "pad_token_id", "bos_token_id", "transformers_version"),
-        *("use_cache", "cache_implementation", "cache_config", "_from_model_config"),
-        *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
-        *("return_dict_in_generate", "compile_config", "disable_compile"),
+        *("_from_model_config", "compile_config", "disable_compile"),
     }
 )
 
@@ -143,9 +143,11 @@ def collect(
         Rows and answer tokens per file.
 
     Raises:
-        `ValueError`: the folder was made by another plan, or does not say by which.
+        `ValueError`: the folder was made by another plan, or does not say by which; or the target's
+            generation config cannot be obeyed.
         `OSError`: the disk is full; complete rows stay.
     """
+    check_generation_config(target)
     facts = _facts(plan, target, tokenizer, batch_size, sources)
     _check_plan(folder, facts)
     for name in FILES:
