@@ -232,6 +232,11 @@ def test_evaluation_without_examples_says_so(tmp_path):
         make_trainer(tmp_path).evaluate()
 
 
+def test_there_are_no_predictions(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"Use evaluate\(dataset\) for its figures"):
+        make_trainer(tmp_path).predict(make_examples(2))
+
+
 def test_bfloat16_autocast_trains_float32_weights(tmp_path):
     target = make_target().bfloat16()
     results = []

@@ -286,6 +286,13 @@ class DSparkTrainer(Trainer):
         )
         return metrics
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `NotImplementedError`: the objective gives sums over a batch, and no predictions."""
+        raise NotImplementedError(
+            "A drafter's training forms no predictions. Use evaluate(dataset) for its figures, and "
+            "drafter.draft or generate(assistant_model=drafter) for tokens."
+        )
+
     def _without_repetitions(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """
         Nothing to learn from the examples that fill up the last batches, so that all processes have
