@@ -107,9 +107,12 @@ def check_cache_fits(
     """
     num_rows, new_tokens = input_ids.shape[0], config.max_length - input_ids.shape[1]
     length = prompt_columns(input_ids, config, model_kwargs)
-    empty = int(model_kwargs["cache"].get_seq_length()) == 0
     # Behind a cache or beside embeddings, input_ids may be the shorter ones.
-    if empty and model_kwargs.get("inputs_embeds") is None and length != input_ids.shape[1]:
+    if (
+        length != input_ids.shape[1]
+        and model_kwargs.get("inputs_embeds") is None
+        and int(model_kwargs["cache"].get_seq_length()) == 0
+    ):
         raise ValueError(
             f"attention_mask has {length} columns and the prompt has {input_ids.shape[1]}. Give "
             "one for each token of input_ids."

@@ -287,7 +287,7 @@ class DSparkTrainer(Trainer):
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `NotImplementedError`: the objective gives sums over a batch, and no predictions."""
+        """Raises `NotImplementedError`: the objective gives sums over batches, not predictions."""
         raise NotImplementedError(
             "A drafter's training forms no predictions. Use evaluate(dataset) for its figures, and "
             "drafter.draft or generate(assistant_model=drafter) for tokens."
