@@ -30,13 +30,11 @@ def numbers(rng: random.Random) -> dict[str, str]:
     """What the placeholders of all templates stand for."""
     a, b, c = rng.sample(TEMPLATES["names"], 3)
     return {
-        **{
-            "A": a,
-            "B": b,
-            "C": c,
-            "t": rng.choice(TEMPLATES["things"]),
-            "w": rng.choice(TEMPLATES["work"]),
-        },
+        "A": a,
+        "B": b,
+        "C": c,
+        "t": rng.choice(TEMPLATES["things"]),
+        "w": rng.choice(TEMPLATES["work"]),
         "i": str(rng.randint(12, 90)),
         "j": str(rng.randint(2, 15)),
         "k": str(rng.randint(2, 12)),

@@ -113,8 +113,8 @@ def drafter_facts(name: str, drafter: Any) -> dict[str, Any]:
     `id` identifies what it answers with: its weights, what its config says of their use, and those
     of its generation fields that an evaluation does not overrule. The same folder after more
     training is another drafter; one that was only saved again, elsewhere or by another version, is
-    not. `weights` is about the weights alone, see [`weights_of`], `drafting` about
-    what is proposed with them.
+    not. `weights` is about the weights alone, see [`weights_of`], `drafting` about what is proposed
+    with them.
     """
     config = drafter.config.to_dict()
     settings = {field: getattr(drafter.generation_config, field, None) for field in _KEPT_FIELDS}

@@ -232,18 +232,14 @@ def _card_facts(
 
 def _whose(made: dict[str, Any], config: RunConfig, target: PreTrainedModel) -> str:
     """Who wrote the answers, by the provenance of their folder."""
-    author, weights = str(made.get("target")), made.get("target_weights")
+    author, weights, own = str(made.get("target")), made.get("target_weights"), _OWN
     if made.get("dtype") != config.dtype and "float16" in (made.get("dtype"), config.dtype):
         # Rounded to other values, so the name is all there is.
-        return (
-            f"{_OWN}, by its name"
-            if author == config.target
-            else f"those of {_public_name(author)}"
-        )
+        weights, own = None, f"{_OWN}, by its name"
     if author != config.target and weights is None:
         return f"those of {_public_name(author)}"
     if weights in (None, weights_of(target)):
-        return _OWN
+        return own
     return f"those of {_public_name(author)}, with other weights than the target's"
 
 

@@ -37,8 +37,8 @@ def remember_run(
     Note what the run in a folder is, so that another one does not go on from its checkpoints. Of
     the host's arguments, how long the run is and what it reports and keeps may change: the host
     restores the rest from a checkpoint, or mixes the two. Another number of processes would make
-    other steps, and meet examples again. Where nothing has been trained yet, a
-    corrected run file takes the place of the one that failed.
+    other steps, and meet examples again. Where nothing has been trained yet, a corrected run file
+    takes the place of the one that failed.
     """
     facts = dataclasses.asdict(config)
     # A folder may be moved.
